@@ -1,0 +1,129 @@
+"""Acceptance of the head on the target's greedy text: the teacher-forced walk, and what breaks it.
+
+For a greedy text, the walk starts at the last prompt position, counts the leading drafts that match the text,
+and jumps behind them plus the bonus token, as an engine would. Each round is recomputed from scratch (all rows,
+no KV cache), so that nothing of the training code's layout is trusted here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pair_head import PEagleHead
+from pair_target import continue_text, read
+from pair_tokenizer import EOS_ID, MASK_ID
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaForCausalLM
+
+DEPTHS = [1, 2, 3, 5, 7, 10]
+ABLATIONS = ["none", "zero_h_shared", "other_mask_row", "frozen_mask_positions"]
+
+
+@torch.no_grad()
+def greedy_texts(target: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new: int) -> list[Tensor]:
+    """Prompt + ``new`` greedy tokens for each prompt; prompts of one length go together, so nothing is padded."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(index)
+    texts: list[Tensor] = [torch.empty(0)] * len(prompts)
+    for indices in tqdm(by_length.values(), desc="greedy", mininterval=5.0):
+        out = continue_text(target, torch.tensor([prompts[i] for i in indices]), new)
+        for index, row in zip(indices, out):
+            texts[index] = row
+    return texts
+
+
+@torch.no_grad()
+def drafts(head: PEagleHead, tokens: Tensor, aux: Tensor, k: int, ablation: str) -> list[int]:
+    """The K argmaxes of one round. ``tokens`` [n+1] ends with the bonus token, ``aux`` [n, 3·D].
+
+    zero_h_shared: the mask rows' hidden is the zero vector. other_mask_row: they carry another token (the bonus
+    token) in place of MASK. frozen_mask_positions: they all sit at the first mask row's position for RoPE, while
+    who sees whom stays.
+    """
+    n = len(aux)
+    mask_token = int(tokens[-1]) if ablation == "other_mask_row" else MASK_ID
+    shared = head.fc(head.mask_hidden)[0]
+    if ablation == "zero_h_shared":
+        shared = torch.zeros_like(shared)
+    positions = torch.arange(n + k - 1)
+    if ablation == "frozen_mask_positions":
+        positions = positions.clamp(max=n)
+    fed = torch.cat([tokens[1:], torch.full((k - 1,), mask_token)])
+    hidden = torch.cat([head.fc(aux), shared.expand(k - 1, -1)])
+    causal = torch.ones(n + k - 1, n + k - 1, dtype=torch.bool).tril()
+    return head(fed[None], hidden[None], positions, causal)[0, n - 1:].argmax(-1).tolist()
+
+
+class Walker:
+    """Walks the texts for any K; a round's drafts at the largest K hold those of every smaller K as a prefix."""
+
+    def __init__(self, head: PEagleHead, texts: list[Tensor], aux: list[Tensor], prompt_lengths: list[int],
+                 new: int, ablation: str) -> None:
+        self.head, self.texts, self.aux, self.prompt_lengths = head, texts, aux, prompt_lengths
+        self.new, self.ablation = new, ablation
+        self.matches: dict[tuple[int, int], int] = {}
+
+    def match(self, index: int, anchor: int) -> int:
+        """Leading right drafts at ``anchor``, out of max(DEPTHS)."""
+        key = (index, anchor)
+        if key not in self.matches:
+            text = self.texts[index]
+            got = drafts(self.head, text[:anchor + 2], self.aux[index][:anchor + 1], max(DEPTHS), self.ablation)
+            want = text[anchor + 2:anchor + 2 + len(got)].tolist()
+            self.matches[key] = next((i for i, (a, b) in enumerate(zip(got, want)) if a != b), len(got))
+        return self.matches[key]
+
+    def walk(self, k: int) -> dict[str, Any]:
+        lengths = []
+        for index, prompt_length in enumerate(self.prompt_lengths):
+            anchor = prompt_length - 1  # the bonus token is the first generated one
+            while anchor < prompt_length - 1 + self.new:
+                lengths.append(min(k, self.match(index, anchor)))
+                anchor += lengths[-1] + 1
+        rounds = len(lengths)
+        return {"acceptance_length": round(1 + sum(lengths) / rounds, 4), "rounds": rounds,
+                "per_position": [round(sum(n > j for n in lengths) / rounds, 4) for j in range(k)]}
+
+
+@torch.no_grad()
+def evaluate(target: LlamaForCausalLM, head: PEagleHead, prompts: Sequence[Sequence[int]], new: int = 96) -> dict[str, Any]:
+    """The whole report. The texts run max(DEPTHS) + 1 tokens further than ``new``, so no round is cut short."""
+    texts = greedy_texts(target, prompts, new + max(DEPTHS) + 1)
+    aux, gaps, sure = [], [], []
+    distinct, ended = [], 0
+    lengths = [len(prompt) for prompt in prompts]
+    for text, length in zip(texts, lengths):
+        states, logits = read(target, text[None])
+        aux.append(states[0])
+        steps = logits[0, length - 1:length - 1 + new]
+        top = steps.topk(2, dim=-1).values
+        gaps.append(top[:, 0] - top[:, 1])
+        sure.append(steps.softmax(-1).amax(-1))
+        answer = text[length:length + new].tolist()
+        distinct.append(len({tuple(answer[i:i + 4]) for i in range(new - 3)}) / (new - 3))
+        ended += EOS_ID in answer
+    gap, top_probability = torch.cat(gaps), torch.cat(sure)
+    report: dict[str, Any] = {
+        "prompts": len(prompts), "new_tokens": new,
+        "target_text": {
+            "steps": len(gap), "share_gap_below_1e-3": round((gap < 1e-3).float().mean().item(), 6),
+            "share_gap_below_1e-2": round((gap < 1e-2).float().mean().item(), 6),
+            "smallest_gap": round(gap.min().item(), 6),
+            "mean_top_probability": round(top_probability.mean().item(), 4),
+            "distinct_4grams_per_text": {"mean": round(sum(distinct) / len(distinct), 3),
+                                         "min": round(min(distinct), 3)},
+            "texts_with_eos": ended}}
+    base = Walker(head, texts, aux, lengths, new, "none")
+    report["walk"] = {f"K={k}": base.walk(k) for k in tqdm(DEPTHS, desc="walk", mininterval=5.0)}
+    reference = report["walk"]["K=5"]["acceptance_length"]
+    report["ablations_K=5"] = {}
+    for ablation in ABLATIONS[1:]:
+        result = Walker(head, texts, aux, lengths, new, ablation).walk(5)
+        result["lowers_acceptance_length_by"] = round(1 - result["acceptance_length"] / reference, 4)
+        report["ablations_K=5"][ablation] = result
+    return report

@@ -1,0 +1,121 @@
+"""Every change that the reference CPU platform makes to SGLang 0.5.23 and torch, in one table (:data:`PATCHES`)."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any, Callable
+
+# SGLang falls back to this name by itself on a CPU without AMX, and switches graphs off for it.  A name of our
+# own would have to be typed by the user and would get neither.
+BACKEND_NAME = "torch_native"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change.  Early ones run in the middle of ``import sglang`` and must not import it."""
+
+    name: str
+    reason: str
+    apply: Callable[[], None]
+    early: bool = False
+
+
+def _provide_sgl_kernel() -> None:
+    from . import sgl_kernel_ops
+
+    module = types.ModuleType("sgl_kernel", sgl_kernel_ops.__doc__)
+    # With a spec, importlib.util.find_spec() works.  With neither loader nor search path there is no submodule to
+    # find: `import sgl_kernel.anything` fails with the ImportError that the host's own fallbacks expect.
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", loader=None, origin=sgl_kernel_ops.__name__)
+    module.__version__ = "0.0.0+sgl.peagle.reference"
+    module.__all__ = list(sgl_kernel_ops.EXPORTS)
+    module.__dict__.update(sgl_kernel_ops.EXPORTS)
+    sys.modules["sgl_kernel"] = module
+
+
+def _disable_dynamo() -> None:
+    if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") != "1":
+        return  # the user wants it on
+    # torch.compile reads the variable when it decorates a function.  Functions decorated before this point are
+    # reached through the config instead.
+    config = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        config.disable = True
+
+
+def _register_attention_backend() -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    def create(runner: Any) -> Any:
+        from .attention import ReferenceAttnBackend
+
+        return ReferenceAttnBackend(runner)
+
+    register_attention_backend(BACKEND_NAME)(create)
+
+
+def _extend_draft_backend_factory() -> None:
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    original = DraftBackendFactory._create_backend
+
+    def _create_backend(
+        self: Any, backend_name: str, backend_map: dict, error_template: str, stamps_children: bool = False
+    ) -> Any:
+        def create() -> tuple[str, Any]:
+            from .attention import ReferenceAttnBackend, ReferenceMultiStepDraftBackend
+
+            # Only the container of the step-by-step drafter has children to stamp.
+            if stamps_children:
+                return BACKEND_NAME, ReferenceMultiStepDraftBackend(
+                    self.draft_model_runner, self.topk, self.speculative_num_steps
+                )
+            return BACKEND_NAME, ReferenceAttnBackend(self.draft_model_runner)
+
+        backend_map = {**backend_map, BACKEND_NAME: create}
+        return original(self, backend_name, backend_map, error_template, stamps_children)
+
+    DraftBackendFactory._create_backend = _create_backend
+
+
+def _gather_without_triton() -> None:
+    from sglang.srt.managers import overlap_utils
+
+    from . import sgl_kernel_ops
+
+    overlap_utils.gather_spec_extras = sgl_kernel_ops.gather_spec_extras
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="the module sgl_kernel",
+        reason="the published wheel is for CUDA and the CPU build needs AMX; the host imports a few of its ops on CPU",
+        apply=_provide_sgl_kernel,
+        early=True,
+    ),
+    Patch(
+        name="torch.compile (TORCHDYNAMO_DISABLE=1)",
+        reason="a few small host functions are compiled on first use, which takes a C++ compiler and half a minute",
+        apply=_disable_dynamo,
+        early=True,
+    ),
+    Patch(
+        name=f"attention backend {BACKEND_NAME!r} (through the backend registry)",
+        reason="the stock one has no target verify and no draft extend, and reads the window back from the KV cache",
+        apply=_register_attention_backend,
+    ),
+    Patch(
+        name="DraftBackendFactory._create_backend",
+        reason=f"its list of drafter backends is fixed and lacks {BACKEND_NAME!r}",
+        apply=_extend_draft_backend_factory,
+    ),
+    Patch(
+        name="overlap_utils.gather_spec_extras",
+        reason="a Triton kernel with no CPU version; overlap scheduling calls it every round",
+        apply=_gather_without_triton,
+    ),
+)

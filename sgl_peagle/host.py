@@ -1,0 +1,209 @@
+"""The host symbols this plugin relies on, and the check that SGLang still has them.
+
+The check reads SGLang's source files instead of importing them: it costs no start-up time for servers that do
+not use PEAGLE, and it cannot be disturbed by a module that fails to import on this machine. A new SGLang thus
+fails with "expected X(a, b), found X(a, c)", not deep inside a forward pass.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+from sgl_peagle.errors import PEagleError
+
+#: Versions this release was written and tested against.
+SUPPORTED_VERSIONS = ("0.5.23",)
+
+
+@dataclass(frozen=True)
+class HostSymbol:
+    """One function, method or class of SGLang.
+
+    Attributes:
+        module: Dotted module below ``sglang.srt``.
+        name: ``function``, ``Class`` or ``Class.method``.
+        parameters: Names that must be parameters (of a function) or annotated fields (of a class).
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+def _symbols(module: str, **names: str) -> list[HostSymbol]:
+    return [HostSymbol(module, name, tuple(args.split())) for name, args in names.items()]
+
+
+_WORKER = "speculative.eagle_worker_v2"
+_INIT = "server_args gpu_id nccl_port target_worker"
+
+HOST_SYMBOLS: tuple[HostSymbol, ...] = tuple(
+    [
+        *_symbols("plugins", load_plugins=""),
+        HostSymbol("speculative.spec_info", "SpeculativeAlgorithm.register",
+                   ("name", "supports_overlap", "validate_server_args", "spec_class")),
+        HostSymbol("speculative.spec_registry", "CustomSpecAlgo.__init__",
+                   ("name", "factory", "supports_overlap", "validate_server_args")),
+        HostSymbol("speculative.spec_registry", "CustomSpecAlgo.resolve_max_speculative_num_draft_tokens",
+                   ("server_args",)),
+        HostSymbol("speculative.spec_registry", "CustomSpecAlgo.get_num_tokens_per_req_for_target_verify",
+                   ("num_draft_tokens", "is_draft_worker")),
+        HostSymbol("speculative.spec_registry", "CustomSpecAlgo.handle_server_args", ("server_args",)),
+        HostSymbol("speculative.spec_registry", "CustomSpecAlgo.create_worker", ("server_args",)),
+        HostSymbol("managers.overlap_utils", "FutureMap.__init__",
+                   ("device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay")),
+        HostSymbol("managers.overlap_utils", "RelayPayload", ("bonus_tokens", "topk_p", "topk_index", "hidden_states")),
+        *_symbols("mem_cache.allocation_sizing", get_alloc_len_per_decode="", get_alloc_reserve_per_decode="",
+                  get_req_to_token_extra_context_len=""),
+        *_symbols("runtime_context", max_speculative_num_draft_tokens="", get_spec="", get_device="",
+                  get_schedule="", get_parallel="", max_prefill_buffer_tokens=""),
+        *_symbols("arg_groups.model_override_base", resolving_view="server_args", record_of="view",
+                  attention_backends_of="cfg"),
+        *_symbols("configs.model_config", register_model_config_factory="server_args_type factory"),
+        HostSymbol("configs.model_config", "ModelConfig.from_server_args",
+                   ("server_args", "model_path", "model_revision", "is_draft_model", "context_length")),
+        HostSymbol("speculative.base_spec_worker", "BaseSpecWorker.alloc_memory_pool",
+                   ("memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator")),
+        HostSymbol("speculative.base_spec_worker", "BaseSpecWorker.init_attention_backends"),
+        HostSymbol("speculative.base_spec_worker", "BaseSpecWorker.on_verify_complete_cpu",
+                   ("num_correct_drafts_per_req", "batch_size")),
+        HostSymbol("speculative.base_spec_worker", "EagleDraftWorkerBase._rebuild_topk1_chain_buffers"),
+        HostSymbol(_WORKER, "EAGLEWorkerV2.__init__", tuple(_INIT.split())),
+        HostSymbol(_WORKER, "EAGLEWorkerV2.forward_batch_generation",
+                   ("batch", "on_publish", "grammar_barrier", "pp_proxy_tensors")),
+        HostSymbol(_WORKER, "EAGLEWorkerV2._forward_prefill_batch", ("batch", "on_publish")),
+        HostSymbol(_WORKER, "EagleDraftWorker.__init__", tuple(_INIT.split())),
+        HostSymbol(_WORKER, "EagleDraftWorker.alloc_memory_pool",
+                   ("memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator")),
+        HostSymbol(_WORKER, "EagleDraftWorker.init_lm_head"),
+        HostSymbol(_WORKER, "EagleDraftWorker.init_token_map"),
+        HostSymbol(_WORKER, "EagleDraftWorker.init_attention_backend"),
+        HostSymbol(_WORKER, "EagleDraftWorker.init_cuda_graphs"),
+        HostSymbol(_WORKER, "EagleDraftWorker._capture_cuda_graphs"),
+        HostSymbol(_WORKER, "EagleDraftWorker._resolve_shared_embed_and_head"),
+        HostSymbol(_WORKER, "EagleDraftWorker.draft", ("batch", "with_topology")),
+        HostSymbol(_WORKER, "EagleDraftWorker._draft_extend_for_prefill",
+                   ("batch", "target_hidden_states", "next_token_ids", "mm_input_embeds", "kv_loc_plan")),
+        HostSymbol(_WORKER, "EagleDraftWorker._draft_extend_for_decode", ("batch", "batch_result", "kv_loc_plan")),
+        *_symbols("speculative.eagle_worker_common",
+                  build_eagle_verify_input="batch draft_input parent_list top_scores_index draft_tokens draft_probs "
+                  "target_worker topk num_steps num_draft_tokens tree_mask_mode device",
+                  prepare_for_draft_extend="draft_extend_input batch predict num_draft_tokens draft_model_runner "
+                  "cuda_graph_runner return_hidden_states_before_norm kv_loc_plan",
+                  run_eagle_verify="batch topk num_draft_tokens grammar_barrier"),
+        HostSymbol("speculative.eagle_info", "EagleDraftInput",
+                   ("topk_p", "topk_index", "hidden_states", "bonus_tokens")),
+        HostSymbol("speculative.eagle_info", "EagleDraftExtendInput",
+                   ("hidden_states", "num_correct_drafts", "num_accept_tokens", "num_tokens_per_req",
+                    "num_tokens_for_logprob_per_req", "select_index")),
+        HostSymbol("managers.utils", "GenerationBatchResult",
+                   ("logits_output", "next_token_ids", "accept_lens", "new_seq_lens", "next_draft_input")),
+        *_symbols("speculative.eagle_utils", _eagle_prefill_tail_tokens="batch next_token_ids",
+                  get_draft_input_from_target_hidden_dim="model_runner"),
+        HostSymbol("speculative.draft_utils", "DraftBackendFactory.__init__",
+                   ("draft_model_runner", "topk", "speculative_num_steps")),
+        HostSymbol("speculative.draft_utils", "DraftBackendFactory.create_draft_extend_backend"),
+        HostSymbol("model_executor.forward_batch_info", "ForwardBatch.init_new",
+                   ("batch", "model_runner", "capture_hidden_mode", "return_hidden_states_before_norm", "kv_loc_plan")),
+        HostSymbol("layers.logits_processor", "LogitsMetadata.from_forward_batch", ("forward_batch",)),
+        HostSymbol("layers.logits_processor", "LogitsMetadata",
+                   ("draft_extend_select_index", "next_token_logits_buffer", "capture_hidden_mode")),
+        HostSymbol("models.llama", "LlamaAttention.__init__",
+                   ("config", "hidden_size", "num_heads", "num_kv_heads", "layer_id", "rope_theta", "rope_scaling",
+                    "max_position_embeddings", "quant_config", "prefix", "bias")),
+        HostSymbol("models.llama", "LlamaAttention.forward", ("positions", "hidden_states", "forward_batch")),
+        HostSymbol("models.llama", "LlamaMLP.__init__",
+                   ("hidden_size", "intermediate_size", "hidden_act", "quant_config", "prefix")),
+        HostSymbol("models.registry", "_ModelRegistry.resolve_model_cls", ("architectures",)),
+        HostSymbol("configs.draft_parallel", "DraftParallelSpec", ("tp_execution",)),
+        HostSymbol("model_executor.model_runner_components.spec_aux_hidden_state",
+                   "resolve_spec_aux_hidden_state_config", ("server_args", "model_config", "spec_algorithm")),
+    ]
+)  # fmt: skip
+
+
+def sglang_version() -> str:
+    """The installed SGLang version, or ``not installed``."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@lru_cache(maxsize=1)
+def host_mismatches() -> tuple[str, ...]:
+    """One line for every symbol that is missing or lacks a parameter (source files only, nothing imported)."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return ("sglang is not installed",)
+    root = Path(next(iter(spec.submodule_search_locations))) / "srt"
+    trees: dict[str, ast.Module | None] = {}
+    problems = []
+    for symbol in HOST_SYMBOLS:
+        if symbol.module not in trees:
+            trees[symbol.module] = _parse(root, symbol.module)
+        tree = trees[symbol.module]
+        problem = "module not found" if tree is None else _mismatch(tree, symbol)
+        if problem:
+            problems.append(f"sglang.srt.{symbol.module}: {problem}")
+    return tuple(problems)
+
+
+def check_host() -> None:
+    """Refuse an SGLang that this release was not written for.
+
+    Raises:
+        PEagleError: The version is not supported, or a symbol is missing or has other parameters.
+    """
+    version, supported = sglang_version(), ", ".join(SUPPORTED_VERSIONS)
+    problems = host_mismatches()
+    if version in SUPPORTED_VERSIONS and not problems:
+        return
+    detail = "; ".join(problems[:6]) or "all symbols look right, but this version was never tested"
+    raise PEagleError(
+        f"SGLang {version} with sgl-peagle {_own_version()} (supported: {supported})",
+        detail,
+        f"pip install sglang=={SUPPORTED_VERSIONS[-1]}, or a release of sgl-peagle made for SGLang {version}",
+    )
+
+
+def _own_version() -> str:
+    from sgl_peagle import __version__
+
+    return __version__
+
+
+def _parse(root: Path, module: str) -> ast.Module | None:
+    base = root.joinpath(*module.split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return ast.parse(path.read_text(encoding="utf-8"))
+    return None
+
+
+def _mismatch(tree: ast.Module, symbol: HostSymbol) -> str | None:
+    node: ast.AST | None = tree
+    for part in symbol.name.split("."):
+        node = next(
+            (
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == part
+            ),
+            None,
+        )
+        if node is None:
+            return f"expected {symbol.name}({', '.join(symbol.parameters)}), found nothing of that name"
+    if isinstance(node, ast.ClassDef):
+        found = [s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+    else:
+        args = node.args
+        found = [a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+    if set(symbol.parameters) <= set(found):
+        return None
+    return f"expected {symbol.name}({', '.join(symbol.parameters)}), found {symbol.name}({', '.join(found)})"

@@ -1,0 +1,237 @@
+"""Everything PEAGLE refuses at start-up. A combination is either known to work or named here.
+
+Each check raises :class:`~sgl_peagle.errors.PEagleError`: what was asked, why it cannot work, what to do instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, NamedTuple
+
+from sgl_peagle.aux_layers import capture_points, to_sglang
+from sgl_peagle.errors import PEagleError
+from sgl_peagle.heads import Head
+from sgl_peagle.settings import Settings, decide, head_of
+
+logger = logging.getLogger(__name__)
+
+_UNTESTED = "it has not been shown to work with P-EAGLE's drafter batch"
+
+
+class _Refusal(NamedTuple):
+    """One server feature: when it is on, why it is refused, and what to do instead."""
+
+    flag: str
+    is_on: Callable[[Any], bool]
+    why: str
+    fix: str
+
+
+_REFUSED = (
+    _Refusal(
+        "DP attention (--enable-dp-attention, --dp-size with it)",
+        lambda a: bool(a.enable_dp_attention),
+        "token counts are synchronised between ranks before the mask rows are added",
+        "serve with tensor parallelism only",
+    ),
+    _Refusal(
+        "pipeline parallelism (--pp-size > 1)",
+        lambda a: a.pp_size > 1,
+        "drafts would have to be relayed between the stages",
+        "serve with --pp-size 1 and tensor parallelism",
+    ),
+    _Refusal(
+        "prefill/decode disaggregation (--disaggregation-mode)",
+        lambda a: a.disaggregation_mode not in (None, "null"),
+        "SGLang sends the drafter's hidden states with the KV cache, and a parallel drafter has none",
+        "serve prefill and decode in one engine",
+    ),
+    _Refusal(
+        "LoRA (--enable-lora, --lora-paths)",
+        lambda a: bool(a.enable_lora or a.lora_paths),
+        "the drafter was trained on the base model's hidden states",
+        "merge the adapter into the target, or serve without speculation",
+    ),
+    _Refusal(
+        "mixed chunked prefill (--enable-mixed-chunk)",
+        lambda a: bool(a.enable_mixed_chunk),
+        "a running request would be one row of a prefill batch, without its drafts",
+        "leave out --enable-mixed-chunk",
+    ),
+    _Refusal(
+        "rejection sampling (--speculative-use-rejection-sampling)",
+        lambda a: bool(a.speculative_use_rejection_sampling),
+        "it needs the drafter's distributions, and P-EAGLE proposes tokens",
+        "leave the flag out: sampled output already follows the target's distribution",
+    ),
+    _Refusal(
+        "accept thresholds other than 1.0 (--speculative-accept-threshold-single / -acc)",
+        lambda a: a.speculative_accept_threshold_single != 1.0 or a.speculative_accept_threshold_acc != 1.0,
+        "they accept tokens that the target did not choose, so output would differ from the target's",
+        "leave both at 1.0",
+    ),
+    _Refusal(
+        "adaptive speculation (--speculative-adaptive)",
+        lambda a: bool(a.speculative_adaptive),
+        "the drafter window is sized for one K",
+        "leave the flag out and choose K with --speculative-num-draft-tokens",
+    ),
+    _Refusal(
+        "--speculative-token-map",
+        lambda a: a.speculative_token_map is not None,
+        "a P-EAGLE head brings its own map (d2t) when its vocabulary is reduced",
+        "leave the flag out",
+    ),
+    _Refusal(
+        "--speculative-draft-window-size",
+        lambda a: a.speculative_draft_window_size is not None,
+        "the drafter attends to the whole context",
+        "leave the flag out",
+    ),
+    _Refusal(
+        "several tokenizer workers (--tokenizer-worker-num > 1)",
+        lambda a: a.tokenizer_worker_num > 1,
+        "SGLang does not load plugins in those processes, so they do not know the algorithm PEAGLE",
+        "leave --tokenizer-worker-num at 1",
+    ),
+    _Refusal(
+        "deterministic inference (--enable-deterministic-inference)",
+        lambda a: bool(a.enable_deterministic_inference),
+        "its attention kernel reads the drafter window back from the KV cache, where mask rows have no slots",
+        "leave the flag out",
+    ),
+    *(
+        _Refusal(f"--{field.replace('_', '-')}", lambda a, field=field: bool(getattr(a, field)), _UNTESTED, "leave it out")
+        for field in (
+            "enable_multi_layer_eagle",
+            "enable_unified_memory",
+            "enable_hisparse",
+            "enable_two_batch_overlap",
+            "enable_pdmux",
+            "enable_attn_tp_input_scattered",
+        )
+    ),
+    *(
+        _Refusal(f"--{field.replace('_', '-')} > 1", lambda a, field=field: getattr(a, field) > 1, _UNTESTED, "leave it at 1")
+        for field in ("dcp_size", "attn_cp_size")
+    ),
+)  # fmt: skip
+
+
+def check_server(server_args: Any) -> None:
+    """Refuse server arguments, heads and targets that PEAGLE cannot serve.
+
+    Args:
+        server_args: SGLang's resolving server arguments.
+
+    Raises:
+        PEagleError: The first thing found.
+    """
+    for refusal in _REFUSED:
+        if refusal.is_on(server_args):
+            raise PEagleError(refusal.flag + " with PEAGLE", refusal.why, refusal.fix)
+    head = head_of(server_args)
+    settings = decide(server_args, head)
+    check_target(head, _target_config(server_args), settings, server_args)
+    if server_args.enable_hierarchical_cache:
+        logger.warning("PEAGLE with --enable-hierarchical-cache is untested")
+    if str(server_args.device).startswith("cpu"):
+        logger.warning("SGLang verifies greedily on CPU: temperature has no effect with speculation")
+
+
+def _target_config(server_args: Any) -> Any:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    try:  # plugin callbacks receive a recorder around a view
+        server_args = object.__getattribute__(server_args, "_cfg")
+    except AttributeError:
+        pass
+    return model_config_of(server_args)
+
+
+def check_target(head: Head, target: Any, settings: Settings, server_args: Any) -> None:
+    """Compare a head with its target.
+
+    Args:
+        head: The checked head.
+        target: SGLang's ``ModelConfig`` of the target.
+        settings: The decided values.
+        server_args: For the context length asked for.
+
+    Raises:
+        PEagleError: They do not belong together, or the target is of a kind PEAGLE does not serve.
+    """
+    config, text = head.config, target.hf_text_config
+    architecture = target.hf_config.architectures[0]
+    if target.is_multimodal or target.model_is_mrope:
+        raise PEagleError(
+            f"target {architecture} is multimodal or uses M-RoPE",
+            "the drafter sees text only: image tokens and 3-D positions do not reach it",
+            "serve a text-only target",
+        )
+    if config.target_hidden_size != text.hidden_size:
+        _wrong_target(f"the head was trained on hidden size {config.target_hidden_size}, the target's is {text.hidden_size}")
+    if config.vocab_size != text.vocab_size:
+        _wrong_target(f"the head's vocabulary has {config.vocab_size} tokens, the target's {text.vocab_size}")
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise PEagleError(
+            f"mask token id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}",
+            "mask rows need an embedding row",
+            "correct mask_token_id in the head's config.json",
+        )
+    _check_mask_id(config.mask_token_id, text, target)
+    layers = text.num_hidden_layers
+    to_sglang(capture_points(config.aux_layer_ids, layers), architecture, layers)
+    for name, shared in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "LM head")):
+        if not head.has(name) and config.hidden_size != text.hidden_size:
+            raise PEagleError(
+                f"{head.folder} has no {name}, and its hidden size {config.hidden_size} is not the target's",
+                f"the target's {shared} cannot stand in for it",
+                "use a head that brings the tensor",
+            )
+    if not head.has("lm_head.weight") and config.draft_vocab_size != text.vocab_size:
+        raise PEagleError(
+            f"{head.folder} has no lm_head.weight, and its draft vocabulary is reduced",
+            "the target's LM head has other rows",
+            "use a head that brings lm_head.weight",
+        )
+    _check_context(head, target, settings, server_args)
+
+
+def _wrong_target(what: str) -> None:
+    raise PEagleError(
+        what, "head and target do not belong together", "pass the target that the head was trained for (--model-path)"
+    )
+
+
+def _check_mask_id(mask_id: int, text: Any, target: Any) -> None:
+    special: dict[int, str] = {}
+    generation = getattr(target, "hf_generation_config", None)
+    for source in (text, target.hf_config, generation):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(source, key, None)
+            for token in value if isinstance(value, (list, tuple)) else [value]:
+                if token is not None:
+                    special[int(token)] = key
+    if mask_id in special and special[mask_id] != "pad_token_id":
+        raise PEagleError(
+            f"mask token id {mask_id} is the target's {special[mask_id]}",
+            "the MASK embedding must mean nothing else; real text would look like a mask",
+            "correct mask_token_id in the head's config.json (vLLM's ptd_token_id)",
+        )
+
+
+def _check_context(head: Head, target: Any, settings: Settings, server_args: Any) -> None:
+    served, limit = target.context_len, head.config.max_position_embeddings
+    if served > limit:
+        raise PEagleError(
+            f"the target serves contexts of {served} tokens, the head was trained for {limit}",
+            "beyond its training length a head's positions are unknown to it",
+            f"pass --context-length {limit}",
+        )
+    if settings.k + 1 >= served:
+        raise PEagleError(
+            f"K={settings.k} drafts in a context of {served} tokens",
+            "a round would not fit into the context",
+            f"pass --speculative-num-draft-tokens {max(2, min(8, served // 4))} or a larger --context-length",
+        )
