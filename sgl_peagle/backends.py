@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.layout import SlotPlan, slot_plan
 
-#: Test hook: ``cache`` makes the CPU reference backend read its window back from the KV cache as fa3 does.
-CPU_WINDOW_ENV = "SGL_PEAGLE_CPU_WINDOW"
+#: Test hook: ``cache`` treats every backend as one that reads its window back from the KV cache, and makes the CPU
+#: reference backend do so. Private mask slots and the prefill fallback can thus be tested without a GPU.
+WINDOW_ENV = "SGL_PEAGLE_WINDOW"
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,14 @@ def drafter_backend(name: str, device: str) -> DrafterBackend:
             "a drafter window holds mask rows, and it has not been shown how this backend reads their K/V",
             f"pass --speculative-draft-attention-backend {supported[0]} (supported here: {', '.join(supported)})",
         )
-    if name == "torch_native" and os.environ.get(CPU_WINDOW_ENV) == "cache":
+    if window_from_cache():
         return DrafterBackend(name, reads_window_densely=False)
     return _BACKENDS[name]
+
+
+def window_from_cache() -> bool:
+    """Whether the test hook ``SGL_PEAGLE_WINDOW=cache`` is set."""
+    return os.environ.get(WINDOW_ENV) == "cache"
 
 
 def default_drafter_backend(device: str) -> str:

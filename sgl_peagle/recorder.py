@@ -4,7 +4,8 @@ With ``SGL_PEAGLE_RECORD=FOLDER`` every scheduler process appends to ``FOLDER/ro
 request and drafter forward. It reads tensors back to the host in every round; it is for tests, not for serving.
 
     {"rid", "kind": "prefill" | "chunk" | "decode", "tokens": committed length n+1 with the bonus token,
-     "bonus", "accepted": [token ids of this round, bonus last], "drafts": [k ids], "fallback": bool}
+     "bonus", "accepted": [token ids of this round, bonus last], "drafts": [k ids], "fallback": bool,
+     "prefix": cached prompt tokens and "free": free KV slots (prefill only)}
 
 ``SGL_PEAGLE_RECORD_KV=1`` adds the drafter's KV of the committed positions to ``FOLDER/kv-<pid>-<n>.pt``, named by
 the object's ``kv`` field: a list over layers of (k, v), each [positions, kv heads, head_dim], float32.
@@ -60,6 +61,7 @@ class Recorder:
             entry = {"rid": req.rid, "kind": "prefill" if done else "chunk", "tokens": length + 1}
             entry |= {"bonus": int(bonus[i]), "accepted": [int(bonus[i])], "drafts": drafts[i].tolist()}
             entry |= {"fallback": done and not with_masks, "prefix": int(batch.prefix_lens[i])}
+            entry["free"] = batch.token_to_kv_pool_allocator.available_size()
             self._write(entry, batch, i, length, runner)
 
     def decode(

@@ -34,16 +34,22 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 }
 
 
+#: How an engine starts its subprocesses. ``spawn`` (SGLang's own way) imports everything again in each.
+START_METHOD = "fork"
+
+
 @functools.lru_cache(maxsize=1)
 def import_sglang() -> None:
-    """Import all that an engine and its subprocesses need, and make them fork."""
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    """Import all that an engine and its subprocesses need, and make them start by ``START_METHOD``."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
+    if not os.path.exists("/dev/nvidia0"):  # asking torch would initialise CUDA, which a fork does not survive
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
     torch.set_num_threads(1)  # a forked child of a process with OpenMP threads can hang
     set_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda *_a, **_k: set_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_a, **_k: set_method(START_METHOD, force=True)
     import sglang  # noqa: F401
     import sglang.srt.entrypoints.engine  # noqa: F401
     import sglang.srt.managers.detokenizer_manager  # noqa: F401

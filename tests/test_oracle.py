@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -27,7 +28,7 @@ Tensors = dict[str, Tensor]
 
 def make_config(**changes: Any) -> Config:
     """A head whose sizes all differ, so that no mixed-up dimension can pass; D = 48 is not the target's H = 32."""
-    config = {"hidden_size": 48, "target_hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
+    config: Config = {"hidden_size": 48, "target_hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
     config |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 61}
     config |= {"rms_norm_eps": 1e-5, "rope_theta": 1000.0, "max_position_embeddings": 2048, "mask_token_id": MASK}
     return config | changes
@@ -44,20 +45,20 @@ def make_tensors(config: Config, aux: int = 3, bias: bool = False, norms: str = 
     q, kv = (config["head_dim"] * config[f"num_{which}_heads"] for which in ("attention", "key_value"))
     tensors = {"embed_tokens.weight": randn(vocab, d), "mask_hidden": randn(1, 1, aux * width)}
     tensors |= {"fc.bias": randn(d)} if bias else {}
-    sizes = {"norm": d, "input_norm": aux * width if norms == "input_norm" else 0}
+    sizes = {"norm": d} | ({"input_norm": aux * width} if norms == "input_norm" else {})
     sizes |= {f"fc_norm.{i}": width for i in range(aux if norms == "fc_norm" else 0)}
     shapes = {"fc": (d, aux * width), "lm_head": (config.get("draft_vocab_size", vocab), d)}
     for i in range(config["num_hidden_layers"]):
         prefix, wide = (first, 2 * d) if i == 0 else (f"layers.{i}", d)
-        names = ["input_layernorm", "post_attention_layernorm"] + ["hidden_norm"] * (i == 0)
-        sizes |= {f"{prefix}.{name}": d for name in names}
+        sizes |= {f"{prefix}.{name}_layernorm": d for name in ("input", "post_attention")}
+        sizes |= {f"{prefix}.hidden_norm": d} if i == 0 else {}
         attention = {"q": (q, wide), "k": (kv, wide), "v": (kv, wide), "o": (d, q)}
         mlp = {"gate": (inner, d), "up": (inner, d), "down": (d, inner)}
         for block, table, flag in (("self_attn", attention, "attention_bias"), ("mlp", mlp, "mlp_bias")):
             shapes |= {f"{prefix}.{block}.{name}_proj": shape for name, shape in table.items()}
             if config.get(flag):
                 tensors |= {f"{prefix}.{block}.{name}_proj.bias": randn(rows) for name, (rows, _) in table.items()}
-    tensors |= {f"{name}.weight": 1 + 0.4 * randn(size) for name, size in sizes.items() if size}
+    tensors |= {f"{name}.weight": 1 + 0.4 * randn(size) for name, size in sizes.items()}
     tensors |= {f"{name}.weight": randn(*shape) / math.sqrt(shape[1]) for name, shape in shapes.items()}
     return tensors
 
@@ -99,10 +100,10 @@ ROPES: dict[str, tuple[str, Config, Config]] = {
 
 
 def spell_rope(name: str, spelling: str = "rope_type") -> Config:
-    """The config keys of a case of ROPES: new spelling, or old with either name of the type's key."""
+    """The config keys of a case: new spelling (the config's rope_theta beside it must lose), or old with either key."""
     kind, params, outer = copy.deepcopy(ROPES[name])
     if spelling == "rope_parameters":
-        return {"rope_theta": None, "rope_parameters": {"rope_theta": 5e4, "rope_type": kind, **params}} | outer
+        return {"rope_parameters": {"rope_theta": 5e4, "rope_type": kind, **params}} | outer
     return {"rope_theta": 5e4, "rope_scaling": None if kind == "default" else {spelling: kind, **params}} | outer
 
 
@@ -110,22 +111,11 @@ def spell_rope(name: str, spelling: str = "rope_type") -> Config:
 @pytest.mark.parametrize("name", ROPES)
 def test_rope_equals_transformers(name: str, spelling: str) -> None:
     config = make_config(head_dim=64, **spell_rope(name, spelling))
-    if config["rope_theta"] is None:
-        del config["rope_theta"]
     reference = LlamaRotaryEmbedding(LlamaConfig(**copy.deepcopy(config)))
     frequencies, factor = rope_frequencies(config, 64)
     assert factor == pytest.approx(reference.attention_scaling, rel=1e-12)
     # The reference computes in float32.
     torch.testing.assert_close(frequencies, reference.inv_freq.double(), rtol=2e-6, atol=0)
-
-
-def test_rope_cases_differ_from_each_other() -> None:
-    """Guards the test above: a parameter that changed nothing would test nothing."""
-    same = {"yarn-only-mscale": "yarn", "yarn-no-factor": "yarn"}
-    seen: dict[tuple[float, ...], str] = {}
-    for name in ROPES:
-        frequencies, factor = rope_frequencies(make_config(**spell_rope(name)), 64)
-        assert seen.setdefault((factor, *frequencies.tolist()), name) == same.get(name, name)
 
 
 def test_rope_theta_defaults_to_that_of_transformers() -> None:
@@ -139,9 +129,8 @@ def test_plain_layers_equal_a_transformers_llama(rope: str, bias: bool) -> None:
     """With layer 0 made neutral, the rest of a head is a LLaMA that reads the projected hidden states as embeddings."""
     config = make_config(attention_bias=bias, mlp_bias=bias, **spell_rope(rope))
     tensors = make_tensors(config)
-    for name in tensors:
-        if name.startswith(("midlayer.self_attn.o_proj", "midlayer.mlp.down_proj")):
-            tensors[name] = torch.zeros_like(tensors[name])
+    neutral = ("midlayer.self_attn.o_proj", "midlayer.mlp.down_proj")
+    tensors |= {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name.startswith(neutral)}
     reference_config = LlamaConfig(**copy.deepcopy(config) | {"num_hidden_layers": 2}, tie_word_embeddings=False)
     reference = LlamaForCausalLM._from_config(reference_config, attn_implementation="eager").double().eval()
     state = {"lm_head.weight": tensors["lm_head.weight"]}
@@ -150,7 +139,6 @@ def test_plain_layers_equal_a_transformers_llama(rope: str, bias: bool) -> None:
             shifted = name.replace("layers.1.", "layers.0.").replace("layers.2.", "layers.1.")
             state[f"model.{shifted}"] = tensor
     reference.load_state_dict(state)
-
     tokens, aux = make_context(37)
     rows = torch.cat((aux, tensors["mask_hidden"].flatten().expand(K - 1, -1))) @ tensors["fc.weight"].T
     with torch.no_grad():
@@ -158,9 +146,7 @@ def test_plain_layers_equal_a_transformers_llama(rope: str, bias: bool) -> None:
     head = make_head(config, tensors)
     # transformers' angles are float32, even in a float64 model.
     torch.testing.assert_close(head.drafts(tokens, aux, K).logits, output.logits[0, -K:], rtol=0, atol=2e-5)
-    kv = head.layer_kv(tokens, aux)
-    assert len(kv) == 3
-    for pair, cached in zip(kv[1:], output.past_key_values.layers, strict=True):
+    for pair, cached in zip(head.layer_kv(tokens, aux)[1:], output.past_key_values.layers, strict=True):
         for ours, theirs in zip(pair, (cached.keys, cached.values), strict=True):
             assert ours.shape == (37, 2, 16)
             torch.testing.assert_close(ours, theirs[0].transpose(0, 1)[:37], rtol=0, atol=2e-5)
@@ -177,9 +163,9 @@ def flat_logits(config: Config, tensors: Tensors, tokens: Tensor, aux: Tensor, d
     """Logits [n, depths, draft_vocab] of all rows (anchor, depth) in one pass, as a trainer computes them."""
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     anchor, depth = (g.flatten() for g in torch.meshgrid(torch.arange(len(aux)), torch.arange(depths), indexing="ij"))
-    real = depth == 0
-    fed = torch.where(real, tokens[anchor + 1], config["mask_token_id"])
-    g = torch.where(real[:, None], aux[anchor], tensors["mask_hidden"].flatten())
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    fed = torch.where(depth == 0, tokens[anchor + 1], config["mask_token_id"])
+    g = torch.where(depth[:, None] == 0, aux[anchor], tensors["mask_hidden"].flatten())
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config["rms_norm_eps"])
@@ -195,19 +181,15 @@ def flat_logits(config: Config, tensors: Tensors, tokens: Tensor, aux: Tensor, d
         turned = torch.complex(x[..., : dim // 2], x[..., dim // 2 :]) * phase
         return torch.cat((turned.real, turned.imag), dim=-1)
 
-    if "input_norm.weight" in tensors:
-        g = norm(g, "input_norm")
+    g = norm(g, "input_norm") if "input_norm.weight" in tensors else g
     if "fc_norm.0.weight" in tensors:
-        size = config["target_hidden_size"]
-        g = torch.cat([norm(g[:, i * size : (i + 1) * size], f"fc_norm.{i}") for i in range(g.shape[1] // size)], dim=1)
+        g = torch.cat([norm(part, f"fc_norm.{i}") for i, part in enumerate(g.split(32, dim=1))], dim=1)
     x = project(g, "fc")
     for i in range(config["num_hidden_layers"]):
         prefix = f"layers.{i}"
         if i == 0:
-            prefix = "midlayer" if "midlayer.hidden_norm.weight" in tensors else prefix
             hidden = norm(x, f"{prefix}.hidden_norm")
-            embedded = norm(tensors["embed_tokens.weight"][fed], f"{prefix}.input_layernorm")
-            inputs = torch.cat((embedded, hidden), dim=1)
+            inputs = torch.cat((norm(tensors["embed_tokens.weight"][fed], f"{prefix}.input_layernorm"), hidden), dim=1)
             x = hidden if config.get("norm_before_residual") else x
         else:
             inputs = norm(x, f"{prefix}.input_layernorm")
@@ -228,7 +210,7 @@ def test_training_mask_of_the_toy() -> None:
     anchor, depth = torch.tensor(rows).T
     mask = training_mask(anchor, depth)
     assert [int(mask[depth == d].sum()) for d in range(3)] == [21, 20, 18]
-    seen = [rows[i] for i in mask[rows.index((2, 2))].nonzero().flatten().tolist()]
+    seen = [row for row, visible in zip(rows, mask[rows.index((2, 2))], strict=True) if visible]
     assert seen == [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2)]
 
 
@@ -237,7 +219,6 @@ VARIANTS: dict[str, tuple[Config, Config]] = {
     "plain": ({}, {}),
     "layers.0 naming": ({}, {"first": "layers.0"}),
     "one layer": ({"num_hidden_layers": 1}, {}),
-    "four layers": ({"num_hidden_layers": 4}, {}),
     "no GQA": ({"num_key_value_heads": 6}, {}),
     "norm_before_residual": ({"norm_before_residual": True}, {}),
     "biases": ({"attention_bias": True, "mlp_bias": True}, {"bias": True}),
@@ -256,11 +237,10 @@ def test_every_anchor_equals_the_flat_training_pass(variant: str) -> None:
     head = make_head(config, tensors)
     tokens, aux = make_context(aux_width=head.aux_width)
     flat = flat_logits(config, tensors, tokens, aux, K)
-    for anchor in range(N):
-        for k in (1, K):
-            drafts = head.drafts(tokens[: anchor + 2], aux[: anchor + 1], k)
-            torch.testing.assert_close(drafts.logits, flat[anchor, :k], rtol=0, atol=1e-11)
-            assert drafts.ids == flat[anchor, :k].argmax(-1).tolist()
+    for anchor, k in itertools.product(range(N), (1, K)):
+        drafts = head.drafts(tokens[: anchor + 2], aux[: anchor + 1], k)
+        torch.testing.assert_close(drafts.logits, flat[anchor, :k], rtol=0, atol=1e-11)
+        assert drafts.ids == flat[anchor, :k].argmax(-1).tolist()
 
 
 def test_every_tensor_matters() -> None:
@@ -273,27 +253,18 @@ def test_every_tensor_matters() -> None:
         assert (run(config, tensors | {name: tensor + noise}).logits - before).abs().max() > 1e-4, name
 
 
-class ShiftedMasks(OracleHead):
-    def _positions(self, n: int, k: int) -> Tensor:
-        return super()._positions(n, k) + (torch.arange(n + k - 1) >= n)
-
-
-class FrozenMasks(OracleHead):
-    def _positions(self, n: int, k: int) -> Tensor:
-        return super()._positions(n, k).clamp(max=n)
-
-
 @pytest.mark.parametrize("what", ["mask_hidden", "mask embedding", "mask id", "shifted", "frozen"])
-def test_masks_change_drafts_2_to_k_and_never_draft_1(what: str) -> None:
+def test_masks_change_drafts_2_to_k_and_never_draft_1(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors = make_config(), make_tensors(make_config())
     before = run(config, tensors).logits
     if what == "mask_hidden":
         tensors["mask_hidden"] = tensors["mask_hidden"] + 1
     elif what == "mask embedding":
         tensors["embed_tokens.weight"][MASK] *= -1
-    cls = {"shifted": ShiftedMasks, "frozen": FrozenMasks}.get(what, OracleHead)
-    head = cls(config, tensors, dtype=torch.float64)
-    after = head.drafts(*make_context(), K, mask_token_id=7 if what == "mask id" else None).logits
+    rows = torch.arange(N + K - 1)
+    positions = {"shifted": rows + (rows >= N), "frozen": rows.clamp(max=N)}.get(what, rows)
+    monkeypatch.setattr(OracleHead, "_positions", lambda _self, _n, _k: positions)
+    after = make_head(config, tensors).drafts(*make_context(), K, 7 if what == "mask id" else None).logits
     difference = (before - after).abs().amax(-1)
     unchanged = 2 if what == "frozen" else 1  # the first MASK row stands at position n, frozen or not
     assert difference[:unchanged].max() < 1e-12 and difference[unchanged:].min() > 1e-3
@@ -313,17 +284,6 @@ def test_rows_see_nothing_behind_them() -> None:
                 assert difference[:6].max() < 1e-13 and difference[6] > 1e-3
                 # Layer 0's keys depend on their own row only; from layer 1 on, later rows have attended to row 6.
                 assert (difference[7:].min() > 1e-6) if layer else (difference[7:].max() < 1e-13)
-
-
-def test_pairing_is_shifted() -> None:
-    """x_0 only acts through the target's hidden states; every later token, and the bonus token, is fed."""
-    head, (tokens, aux) = make_head(make_config(), make_tensors(make_config())), make_context()
-    before = head.drafts(tokens, aux, K).logits
-    for index, acts in ((0, False), (1, True), (N, True)):
-        changed = tokens.clone()
-        changed[index] = (tokens[index] + 1) % MASK
-        difference = (head.drafts(changed, aux, K).logits - before).abs().max()
-        assert (difference > 1e-3) if acts else (difference == 0)
 
 
 def test_shared_hidden_takes_the_path_of_an_aux_row() -> None:
@@ -351,44 +311,33 @@ def test_d2t_is_an_offset() -> None:
 
 
 def test_margin_is_the_gap_between_the_two_best() -> None:
-    tensors = make_tensors(make_config())
-    drafts = run(make_config(), tensors)
+    drafts = run(make_config(), make_tensors(make_config()))
     ordered = drafts.logits.sort(-1, descending=True).values
-    assert drafts.margin.shape == (K,) and drafts.margin.min() > 0
-    torch.testing.assert_close(drafts.margin, ordered[:, 0] - ordered[:, 1])
-    tied = tensors["lm_head.weight"][:1].expand(61, -1)
-    assert run(make_config(), tensors | {"lm_head.weight": tied}).margin.max() < 1e-12
-
-
-def write_folder(folder: Path, config: Config, tensors: Tensors, shards: int = 1) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    files = [f"model-{i}.safetensors" for i in range(shards)]
-    weight_map = {name: files[i % shards] for i, name in enumerate(tensors)}
-    for file in files:
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
-    if shards > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return folder
+    assert drafts.margin.shape == (K,) and torch.equal(drafts.margin, ordered[:, 0] - ordered[:, 1])
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_folder_is_read_like_the_tensors(tmp_path: Path, shards: int) -> None:
     config, tensors, _ = make_reduced()
     stored = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
-    folder = write_folder(tmp_path / "head", config, stored, shards)
-    drafts = OracleHead.from_folder(folder).drafts(*make_context(), K)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight_map = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(stored)}
+    for file in set(weight_map.values()):
+        save_file({name: t for name, t in stored.items() if weight_map[name] == file}, tmp_path / file)
+    if shards > 1:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    drafts = OracleHead.from_folder(tmp_path).drafts(*make_context(), K)
     expected = run(config, stored, dtype=torch.float32)
     assert drafts.ids == expected.ids and torch.equal(drafts.logits, expected.logits)
     assert drafts.logits.dtype == torch.float32
     with pytest.raises(ValueError, match="bfloat16"):
-        OracleHead.from_folder(folder, dtype=torch.bfloat16)
-    precise = OracleHead.from_folder(str(folder), dtype=torch.float64).drafts(*make_context(), K).logits
+        OracleHead.from_folder(tmp_path, dtype=torch.bfloat16)
+    precise = OracleHead.from_folder(str(tmp_path), dtype=torch.float64).drafts(*make_context(), K).logits
     assert precise.dtype == torch.float64 and not torch.equal(drafts.logits.double(), precise)
     torch.testing.assert_close(drafts.logits.double(), precise, rtol=0, atol=1e-4)
-    (folder / "model-0.safetensors").unlink()
+    (tmp_path / "model-0.safetensors").unlink()
     with pytest.raises(FileNotFoundError if shards > 1 else ValueError):
-        OracleHead.from_folder(folder)
+        OracleHead.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "argument"), [("embed_tokens", "target_embed"), ("lm_head", "target_lm_head")])
@@ -414,10 +363,10 @@ def test_missing_tensor(name: str) -> None:
         run(config, tensors)
 
 
-@pytest.mark.parametrize("prefix", ["layers.3", "layers.1.hidden_norm", "layers.0", "model", "embed_mask_row", "lm_head.bias"])
-def test_unknown_tensor(prefix: str) -> None:
-    with pytest.raises(ValueError, match=f"nothing uses: .*{prefix}.x"):
-        run(make_config(), make_tensors(make_config()) | {f"{prefix}.x": torch.zeros(48)})
+@pytest.mark.parametrize("name", ["layers.3.x", "layers.1.hidden_norm.weight", "layers.0.x", "model.x", "mask_row"])
+def test_unknown_tensor(name: str) -> None:
+    with pytest.raises(ValueError, match=f"nothing uses: .*{name}"):
+        run(make_config(), make_tensors(make_config()) | {name: torch.zeros(48)})
 
 
 @pytest.mark.parametrize(
@@ -425,7 +374,6 @@ def test_unknown_tensor(prefix: str) -> None:
     [
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, {}, "sliding-window"),
         ({"sliding_window": 2048}, {}, "sliding-window"),
-        ({"sliding_window": 2048, "use_sliding_window": True}, {}, "sliding-window"),
         ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu'"),
         ({"logit_scale": 0.5}, {}, "logit_scale"),
         ({}, {"midlayer.self_attn.q_norm.weight": torch.ones(16)}, "q/k norms"),
@@ -438,13 +386,11 @@ def test_unknown_tensor(prefix: str) -> None:
         ({"target_hidden_size": 36}, {}, "aux width"),
         ({}, {"mask_hidden": torch.zeros(1, 1, 64)}, "fc.weight"),
         ({}, {"d2t": torch.arange(61)}, "Store offsets"),
-        ({}, {"d2t": torch.full((61,), -1)}, "Store offsets"),
         ({}, {"d2t": torch.zeros(60, dtype=torch.int64)}, "d2t"),
         ({}, {"t2d": torch.arange(61) > 0}, "t2d"),
         ({}, {"midlayer.self_attn.q_proj.bias": torch.zeros(96)}, "nothing uses"),
         ({}, {"layers.2.mlp.up_proj.bias": torch.zeros(40)}, "nothing uses"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {}, "dynamic"),
-        ({"rope_scaling": {"type": "longrope"}}, {}, "longrope"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "dynamic"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {}, "partial"),
         ({"partial_rotary_factor": 0.5}, {}, "partial"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, {}, "same in all layers"),
@@ -469,13 +415,10 @@ def test_optional_and_harmless_config_keys() -> None:
 
 def test_missing_config_keys() -> None:
     tensors = make_tensors(make_config())
-    missing = {"linear": "factor", "llama3": "low_freq_factor", "yarn": "max_position_embeddings"}
-    missing = {key: {"max_position_embeddings": None, "rope_scaling": {"type": kind}} for kind, key in missing.items()}
-    missing["low_freq_factor"] = {"rope_scaling": {"type": "llama3", "factor": 2.0}}
-    for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "rms_norm_eps"):
-        missing[key] = {key: None}
-    for key, changes in missing.items():
-        with pytest.raises(KeyError, match=key):
+    required = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "rms_norm_eps")
+    cases = {key: {key: None} for key in required} | {"factor": {"rope_scaling": {"type": "linear"}}}
+    for key, changes in cases.items():
+        with pytest.raises(KeyError, match=f"no '{key}'"):
             run(make_config(**changes), tensors)
 
 
@@ -508,8 +451,8 @@ def test_mask_id_keys_in_order() -> None:
         (lambda t, a: (t[None], a, K), "token_ids is"),
         (lambda t, a: (t.int(), a, K), "token_ids is"),
         (lambda t, a: (t[:1], a[:0], K), "token_ids is"),
-        (lambda t, a: (t + 30, a, K), "token_ids ranges"),
-        (lambda t, a: (t - 30, a, K), "token_ids ranges"),
+        (lambda t, a: (t + 2, a, K), "token_ids ranges"),
+        (lambda t, a: (t - 1, a, K), "token_ids ranges"),
     ],
 )
 def test_refused_arguments(change: Any, words: str) -> None:
@@ -529,8 +472,7 @@ def target() -> LlamaForCausalLM:
 @pytest.mark.parametrize("ids", [None, [0, 3, 7], [1], [1, 2, 3, 4, 5]])
 def test_aux_are_the_outputs_of_the_layers_before(target: LlamaForCausalLM, ids: list[int] | None) -> None:
     streams: dict[int, Tensor] = {}
-    modules = [target.model.embed_tokens, *target.model.layers]
-    for i, module in enumerate(modules):
+    for i, module in enumerate([target.model.embed_tokens, *target.model.layers]):
         module.register_forward_hook(lambda _module, _inputs, output, at=i: streams.update({at: output}))
     aux = aux_from_transformers(target, make_context()[0], ids)
     expected = torch.cat([streams[i][0] for i in (ids or [2, 4, 5])], dim=-1)
@@ -544,20 +486,9 @@ def test_aux_are_the_outputs_of_the_layers_before(target: LlamaForCausalLM, ids:
 def test_refused_capture_ids(target: LlamaForCausalLM, ids: list[int]) -> None:
     with pytest.raises(ValueError, match="final norm" if 8 in ids else "strictly increasing"):
         aux_from_transformers(target, torch.arange(5), ids)
-
-
-@pytest.mark.parametrize("tokens", [torch.zeros(1, 5, dtype=torch.int64), torch.zeros(5), torch.zeros(0).long()])
-def test_refused_aux_tokens(target: LlamaForCausalLM, tokens: Tensor) -> None:
-    with pytest.raises(ValueError, match="token_ids"):
-        aux_from_transformers(target, tokens, [1])
-
-
-def test_a_target_and_a_head_fit_together(target: LlamaForCausalLM) -> None:
-    """The rows of all tokens but the bonus token are what the head wants."""
-    head, tokens = make_head(make_config(), make_tensors(make_config())), make_context()[0]
-    assert len(head.drafts(tokens, aux_from_transformers(target, tokens[:-1]), K).ids) == K
-    with pytest.raises(ValueError, match="which the target hasn't read yet"):
-        head.drafts(tokens, aux_from_transformers(target, tokens), K)
+    for tokens in (torch.arange(5)[None], torch.arange(5).int(), torch.arange(0)):
+        with pytest.raises(ValueError, match="token_ids"):
+            aux_from_transformers(target, tokens, [1])
 
 
 def test_oracle_shares_no_code_with_the_engine() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pair_target import AUX_LAYERS, ROPE_THETA, Windows, batch_shape, read, schedule, target_config
+from pair_target import AUX_LAYERS, LONG_WINDOW, ROPE_THETA, SHORT_WINDOW, Windows, read, schedule, target_config
 from pair_tokenizer import BOS_ID, EOS_ID, MASK_ID, PAD_ID
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from transformers import LlamaForCausalLM
 
 K_TRAIN = 8
 LAYERS = 2
+TOKENS_PER_STEP = 1024
+MASK_HIDDEN_SCALE = 1.0
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ class PEagleHead(nn.Module):
         self.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight)
         self.lm_head.weight.data.copy_(target.lm_head.weight)
         self.embed_tokens.weight.data[MASK_ID].normal_(0, 1, generator=generator)
-        self.mask_hidden.data.normal_(0, 1, generator=generator)
+        self.mask_hidden.data.normal_(0, MASK_HIDDEN_SCALE, generator=generator)
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
         """Logits [B, R, V]. ``tokens`` [B, R], projected ``hidden`` [B, R, D], ``positions`` [R], ``allowed`` [R, R]."""
@@ -196,7 +198,9 @@ def train_head(target: LlamaForCausalLM, sources: Iterable[Windows], steps: int,
     progress = tqdm(range(steps), desc="head", mininterval=5.0)
     smooth = 0.0
     for step in progress:
-        rows, length = batch_shape(step, steps, 1024)
+        # Each eighth step, alternating between the sources, is long: the head must know far contexts as well.
+        length = LONG_WINDOW if step % 16 in (6, 15) else SHORT_WINDOW
+        rows = TOKENS_PER_STEP // length
         tokens = turns[step % len(turns)].batch(rows, length + 1)
         aux, logits = read(target, tokens)
         anchors = torch.randperm(length - K_TRAIN + 1, generator=generator)[:length // 4].sort().values
@@ -236,6 +240,7 @@ def save_head(head: PEagleHead, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     (folder / "config.json").write_text(json.dumps(head_config(), indent=2) + "\n")
 
 

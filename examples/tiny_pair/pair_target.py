@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 
 import torch
-from make_text import EOS
 from pair_tokenizer import BOS_ID, EOS_ID, MASK_ID, PAD_ID, VOCAB_SIZE
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 AUX_LAYERS = [2, 4, 5]  # [2, L // 2, L - 3] for L = 8: hidden_states[i], the output of layer i - 1
 ROPE_THETA = 10_000.0
+TOKENS_PER_STEP = 2048
 
 
 def target_config() -> LlamaConfig:
@@ -58,10 +58,7 @@ def schedule(step: int, steps: int, warmup: int = 60) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def batch_shape(step: int, steps: int, tokens: int) -> tuple[int, int]:
-    """(rows, length): the last seventh sees long windows, so that contexts beyond 256 tokens are not new to it."""
-    length = 256 if step < steps * 6 / 7 else 1024
-    return max(1, tokens // length), length
+LONG_WINDOW, SHORT_WINDOW = 1024, 256
 
 
 def train_target(windows: Windows, steps: int, seed: int, learning_rate: float = 4e-3) -> LlamaForCausalLM:
@@ -72,7 +69,9 @@ def train_target(windows: Windows, steps: int, seed: int, learning_rate: float =
     progress = tqdm(range(steps), desc="target", mininterval=5.0)
     smooth = 0.0
     for step in progress:
-        tokens = windows.batch(*batch_shape(step, steps, 2048))
+        # The last seventh sees long windows, so that contexts beyond the short ones are not new to it.
+        length = SHORT_WINDOW if step < steps * 6 / 7 else LONG_WINDOW
+        tokens = windows.batch(TOKENS_PER_STEP // length, length)
         assert not (tokens == MASK_ID).any(), "the MASK id must not occur in the text"
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -92,6 +91,7 @@ def save_target(model: LlamaForCausalLM, folder: Path) -> None:
     model = model.to(torch.bfloat16)
     model.generation_config.do_sample = False
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config.update(dtype="bfloat16", torch_dtype="bfloat16", rope_theta=ROPE_THETA)
@@ -124,7 +124,3 @@ def continue_text(model: LlamaForCausalLM, tokens: torch.Tensor, new: int, tempe
             step = logits.argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, step], dim=1)
     return tokens
-
-
-__all__ = ["AUX_LAYERS", "EOS", "Windows", "batch_shape", "continue_text", "load_target", "read", "save_target",
-           "schedule", "target_config", "train_target"]

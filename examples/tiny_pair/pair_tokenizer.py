@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from make_text import ASSISTANT, BOS, EOS, MASK, PAD, SPECIALS, USER
@@ -40,13 +41,12 @@ def build_tokenizer(text: list[str]) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer; the config is written out by hand, so that every transformers release can read it."""
     tokenizer.save_pretrained(folder)
-    template = folder / "chat_template.jinja"  # newer transformers write it beside the config; keep one file
-    if template.exists():
-        import json
-
-        path = folder / "tokenizer_config.json"
-        config = json.loads(path.read_text())
-        config["chat_template"] = template.read_text()
-        path.write_text(json.dumps(config, indent=2) + "\n")
-        template.unlink()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)  # one place for the template: the config
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": tokenizer.model_max_length,
+        "pad_token": PAD, "bos_token": BOS, "eos_token": EOS,
+        "additional_special_tokens": [MASK, USER, ASSISTANT], "add_bos_token": False,
+        "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads are ruinous where the cores are shared
 
 import safetensors
 import tokenizers
@@ -57,10 +60,11 @@ def own_stream(target: transformers.LlamaForCausalLM, windows: Windows, seed: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--documents", type=int, default=40_000)
-    parser.add_argument("--target-steps", type=int, default=1800)
-    parser.add_argument("--head-steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=1, help="of weights and batches")
+    parser.add_argument("--text-seed", type=int, default=0)
+    parser.add_argument("--documents", type=int, default=30_000)
+    parser.add_argument("--target-steps", type=int, default=1200)
+    parser.add_argument("--head-steps", type=int, default=1200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--reuse-target", action="store_true", help="keep DIR/target and train only the head")
     arguments = parser.parse_args()
@@ -68,7 +72,7 @@ def main() -> None:
     out, seed, clock = arguments.out, arguments.seed, Clock()
     out.mkdir(parents=True, exist_ok=True)
 
-    maker = TextMaker(seed)
+    maker = TextMaker(arguments.text_seed)
     documents = [maker.document() for _ in range(arguments.documents)]
     tokenizer = build_tokenizer(documents[:4000])
     encoded = tokenizer(documents, add_special_tokens=False)["input_ids"]
@@ -77,12 +81,18 @@ def main() -> None:
     (out / "prompts.json").write_text(json.dumps(prompts, indent=1, ensure_ascii=False) + "\n")
     clock.mark("text_and_tokenizer")
 
-    if not arguments.reuse_target:
+    earlier: dict[str, Any] = {}
+    if arguments.reuse_target:
+        path = out / "training_report.json"
+        earlier = json.loads(path.read_text()) if path.exists() else {}
+    else:
         save_target(train_target(windows, arguments.target_steps, seed), out / "target")
         save_tokenizer(tokenizer, out / "target")
     target = load_target(out / "target")
     clock.mark("target")
-    own = Windows(own_stream(target, windows, seed, texts=384), seed)
+    if earlier:  # the time it took when it was trained
+        clock.seconds["target"] = earlier["seconds"]["target"]
+    own = Windows(own_stream(target, windows, seed, texts=192), seed)
     clock.mark("own_continuations")
     save_head(train_head(target, [own, windows], arguments.head_steps, seed), out / "head")
     head = load_head(out / "head")
@@ -95,8 +105,8 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__, "tokenizers": tokenizers.__version__,
                      "safetensors": safetensors.__version__},
-        "seed": seed, "threads": arguments.threads, "k_train": K_TRAIN,
-        "target_steps": arguments.target_steps, "head_steps": arguments.head_steps,
+        "seed": seed, "text_seed": arguments.text_seed, "threads": arguments.threads, "k_train": K_TRAIN,
+        "target_steps": earlier.get("target_steps", arguments.target_steps), "head_steps": arguments.head_steps,
         "training_tokens_of_text": len(windows.stream), "tokens_per_step": {"target": 2048, "head": 1024},
         "parameters": {"target": sum(p.numel() for p in target.parameters()),
                        "head": sum(p.numel() for p in head.parameters())},

@@ -65,8 +65,8 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):
         self.windows = []
         first_row = 0
         for request, prefix_len, rows in zip(req_pool_indices.tolist(), prefix_lens, num_rows):
-            # .long() also copies, so later table updates do not reach this forward.
-            slots = req_to_token[request, :prefix_len].long()
+            # A copy: later updates of the table must not reach this forward.
+            slots = req_to_token[request, :prefix_len].to(torch.int64, copy=True)
             self.windows.append(Window(first_row, rows, slots))
             first_row += rows
 
@@ -80,6 +80,34 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not _is_decoder(layer):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not _is_decoder(layer):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
         sinks: Optional[Tensor] = None,
         **unsupported: Any,
     ) -> Tensor:
@@ -94,8 +122,6 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):
         Returns:
             ``[rows, q_heads * v_dim]`` in q's dtype.
         """
-        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if unsupported:
             raise NotImplementedError(
                 f"The reference CPU attention backend does not know the arguments {sorted(unsupported)}, which this "
@@ -132,9 +158,6 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):
         covered = self.windows[-1].end_row if self.windows else 0
         out[covered:] = 0  # padding rows behind the last request
         return out
-
-    # Decode is a window of one row.
-    forward_decode = forward_extend
 
     def _in_swa_pool(self, layer: RadixAttention) -> bool:
         """Whether the layer's cache is the smaller sliding-window pool, which numbers its slots differently."""
@@ -245,13 +268,18 @@ def window_mask(prefix: int, rows: int, sliding_window: int, dtype: torch.dtype)
     return torch.zeros(rows, prefix + rows, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
+def _is_decoder(layer: RadixAttention) -> bool:
+    """Whether this is causal self-attention; encoders and cross-attention stay with the stock backend."""
+    return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER
+
+
 def _window_shapes(forward_batch: ForwardBatch) -> tuple[list[int], list[int]]:
     """Prefix length and row count of every request."""
     mode = forward_batch.forward_mode
     if mode.is_decode_or_idle():
         # seq_lens already counts the token that is being decoded.
         seq_lens = forward_batch.seq_lens.tolist()
-        return [length - 1 for length in seq_lens], [1] * len(seq_lens)
+        return [max(0, length - 1) for length in seq_lens], [1] * len(seq_lens)
     if mode.is_target_verify():
         _refuse_trees(forward_batch.spec_info)
         # seq_lens does not count the drafted tokens.

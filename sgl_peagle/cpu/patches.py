@@ -47,6 +47,11 @@ def _disable_dynamo() -> None:
         config.disable = True
 
 
+def _let_idle_threads_sleep() -> None:
+    # Read when torch loads its OpenMP runtime, so this reaches the processes that SGLang spawns, not this one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def _register_attention_backend() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -101,6 +106,12 @@ PATCHES: tuple[Patch, ...] = (
         name="torch.compile (TORCHDYNAMO_DISABLE=1)",
         reason="a few small host functions are compiled on first use, which takes a C++ compiler and half a minute",
         apply=_disable_dynamo,
+        early=True,
+    ),
+    Patch(
+        name="OpenMP's busy waiting in spawned processes (OMP_WAIT_POLICY=PASSIVE)",
+        reason="with any other process on the cores, spinning threads make every small op wait for the scheduler",
+        apply=_let_idle_threads_sleep,
         early=True,
     ),
     Patch(

@@ -11,7 +11,7 @@ Integer tensors may be int32 or int64; results are converted to the dtype of the
 from __future__ import annotations
 
 import ctypes
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -243,7 +243,7 @@ def gather_spec_extras(
     return topk_p_buf[indices], topk_index_buf[indices], output_tokens_buf[indices], hidden_states
 
 
-def _ranges(rows: Tensor, starts: Tensor, ends: Tensor) -> zip:
+def _ranges(rows: Tensor, starts: Tensor, ends: Tensor) -> Iterator[tuple[int, int, int]]:
     return zip(rows.tolist(), starts.tolist(), ends.tolist())
 
 
