@@ -27,14 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 NEW_TOKENS = 96
 K = 5
 
-#: name -> (environment, engine arguments)
+#: name -> (environment, engine arguments). bfloat16 only: SGLang's CUDA RMSNorm has no float32.
 RUNS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "fp32 target triton, no speculation": ({}, {"dtype": "float32", "attention_backend": "triton", "peagle": False}),
-    "fp32 target triton, drafter triton": ({}, {"dtype": "float32", "attention_backend": "triton"}),
-    "fp32 target triton, drafter triton, chunked prefill 16": (
-        {},
-        {"dtype": "float32", "attention_backend": "triton", "chunked_prefill_size": 16},
-    ),
     "bf16 target fa3, no speculation": ({}, {"attention_backend": "fa3", "peagle": False}),
     "bf16 target fa3, drafter triton": ({}, {"attention_backend": "fa3"}),
     "bf16 target fa3, drafter triton, private mask slots": (
@@ -107,7 +101,8 @@ def judge(result: dict[str, Any], record: Path) -> dict[str, Any]:
         aux = pair.aux_hidden(text)[: len(tokens) - 1]
         truth = pair.oracle().drafts(torch.tensor(tokens), aux, K).ids
         kind = entry["kind"] + (" fallback" if entry["fallback"] else "")
-        table.setdefault(kind, []).append([int(a == b) for a, b in zip(truth, entry["drafts"])])
+        compared = 1 if entry["fallback"] else K  # the rest of a fallback is filler
+        table.setdefault(kind, []).append([int(a == b) for a, b in zip(truth[:compared], entry["drafts"])])
     return {
         kind: {"rounds": len(rows), "agreement": [round(sum(c) / len(rows), 4) for c in zip(*rows)]}
         for kind, rows in table.items()

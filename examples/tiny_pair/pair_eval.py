@@ -20,7 +20,8 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 DEPTHS = [1, 2, 3, 5, 7, 10]
-ABLATIONS = ["none", "zero_h_shared", "other_mask_row", "frozen_mask_positions"]
+ABLATIONS = ["zero_h_shared", "mask_row_of_full_stop", "mask_row_of_bonus_token", "mask_row_of_target",
+             "frozen_mask_positions"]
 
 
 @torch.no_grad()
@@ -38,34 +39,41 @@ def greedy_texts(target: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new
 
 
 @torch.no_grad()
-def drafts(head: PEagleHead, tokens: Tensor, aux: Tensor, k: int, ablation: str) -> list[int]:
+def drafts(head: PEagleHead, tokens: Tensor, aux: Tensor, k: int, ablation: str, replacement: Tensor) -> list[int]:
     """The K argmaxes of one round. ``tokens`` [n+1] ends with the bonus token, ``aux`` [n, 3·D].
 
-    zero_h_shared: the mask rows' hidden is the zero vector. other_mask_row: they carry another token (the bonus
-    token) in place of MASK. frozen_mask_positions: they all sit at the first mask row's position for RoPE, while
-    who sees whom stays.
+    ``ablation`` "none", or one of:
+    zero_h_shared: the mask rows' projected hidden is the zero vector.
+    mask_row_of_...: the MASK token's embedding is the row of the full stop or of the bonus token, or the row that
+    the target's own embedding has for the MASK id (``replacement`` [D] unless it is the bonus token's).
+    frozen_mask_positions: all mask rows sit at the first one's position for RoPE, who sees whom stays.
     """
     n = len(aux)
-    mask_token = int(tokens[-1]) if ablation == "other_mask_row" else MASK_ID
+    rows = n + k - 1
     shared = head.fc(head.mask_hidden)[0]
+    mask_row = head.embed_tokens.weight[MASK_ID]
     if ablation == "zero_h_shared":
         shared = torch.zeros_like(shared)
-    positions = torch.arange(n + k - 1)
+    elif ablation == "mask_row_of_bonus_token":
+        mask_row = head.embed_tokens.weight[tokens[-1]]
+    elif ablation.startswith("mask_row_of"):
+        mask_row = replacement
+    positions = torch.arange(rows)
     if ablation == "frozen_mask_positions":
         positions = positions.clamp(max=n)
-    fed = torch.cat([tokens[1:], torch.full((k - 1,), mask_token)])
+    embedded = torch.cat([head.embed_tokens(tokens[1:]), mask_row.expand(k - 1, -1)])
     hidden = torch.cat([head.fc(aux), shared.expand(k - 1, -1)])
-    causal = torch.ones(n + k - 1, n + k - 1, dtype=torch.bool).tril()
-    return head(fed[None], hidden[None], positions, causal)[0, n - 1:].argmax(-1).tolist()
+    causal = torch.ones(rows, rows, dtype=torch.bool).tril()
+    return head.run(embedded[None], hidden[None], positions, causal)[0, n - 1:].argmax(-1).tolist()
 
 
 class Walker:
     """Walks the texts for any K; a round's drafts at the largest K hold those of every smaller K as a prefix."""
 
     def __init__(self, head: PEagleHead, texts: list[Tensor], aux: list[Tensor], prompt_lengths: list[int],
-                 new: int, ablation: str) -> None:
+                 new: int, ablation: str, replacement: Tensor) -> None:
         self.head, self.texts, self.aux, self.prompt_lengths = head, texts, aux, prompt_lengths
-        self.new, self.ablation = new, ablation
+        self.new, self.ablation, self.replacement = new, ablation, replacement
         self.matches: dict[tuple[int, int], int] = {}
 
     def match(self, index: int, anchor: int) -> int:
@@ -73,7 +81,8 @@ class Walker:
         key = (index, anchor)
         if key not in self.matches:
             text = self.texts[index]
-            got = drafts(self.head, text[:anchor + 2], self.aux[index][:anchor + 1], max(DEPTHS), self.ablation)
+            got = drafts(self.head, text[:anchor + 2], self.aux[index][:anchor + 1], max(DEPTHS), self.ablation,
+                         self.replacement)
             want = text[anchor + 2:anchor + 2 + len(got)].tolist()
             self.matches[key] = next((i for i, (a, b) in enumerate(zip(got, want)) if a != b), len(got))
         return self.matches[key]
@@ -91,8 +100,9 @@ class Walker:
 
 
 @torch.no_grad()
-def evaluate(target: LlamaForCausalLM, head: PEagleHead, prompts: Sequence[Sequence[int]], new: int = 96) -> dict[str, Any]:
-    """The whole report. The texts run max(DEPTHS) + 1 tokens further than ``new``, so no round is cut short."""
+def evaluate(target: LlamaForCausalLM, head: PEagleHead, prompts: Sequence[Sequence[int]], full_stop: int,
+             new: int = 96) -> dict[str, Any]:
+    """The whole report. ``full_stop`` is that token's id. The texts run max(DEPTHS) + 1 tokens further than ``new``, so no round is cut short."""
     texts = greedy_texts(target, prompts, new + max(DEPTHS) + 1)
     aux, gaps, sure = [], [], []
     distinct, ended = [], 0
@@ -118,12 +128,15 @@ def evaluate(target: LlamaForCausalLM, head: PEagleHead, prompts: Sequence[Seque
             "distinct_4grams_per_text": {"mean": round(sum(distinct) / len(distinct), 3),
                                          "min": round(min(distinct), 3)},
             "texts_with_eos": ended}}
-    base = Walker(head, texts, aux, lengths, new, "none")
+    no_row = torch.empty(0)
+    base = Walker(head, texts, aux, lengths, new, "none", no_row)
     report["walk"] = {f"K={k}": base.walk(k) for k in tqdm(DEPTHS, desc="walk", mininterval=5.0)}
     reference = report["walk"]["K=5"]["acceptance_length"]
     report["ablations_K=5"] = {}
-    for ablation in ABLATIONS[1:]:
-        result = Walker(head, texts, aux, lengths, new, ablation).walk(5)
+    rows = {"mask_row_of_full_stop": head.embed_tokens.weight[full_stop],
+            "mask_row_of_target": target.get_input_embeddings().weight[MASK_ID]}
+    for ablation in tqdm(ABLATIONS, desc="ablations", mininterval=5.0):
+        result = Walker(head, texts, aux, lengths, new, ablation, rows.get(ablation, no_row)).walk(5)
         result["lowers_acceptance_length_by"] = round(1 - result["acceptance_length"] / reference, 4)
         report["ablations_K=5"][ablation] = result
     return report

@@ -24,7 +24,6 @@ from transformers import LlamaForCausalLM
 K_TRAIN = 8
 LAYERS = 2
 TOKENS_PER_STEP = 1024
-MASK_HIDDEN_SCALE = 1.0
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -106,22 +105,27 @@ class PEagleHead(nn.Module):
         self.lm_head = nn.Linear(d, c.vocab_size, bias=False)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(AUX_LAYERS) * d))
 
-    def start_from(self, target: LlamaForCausalLM, generator: torch.Generator) -> None:
-        """The target's embedding and LM head, small random layers, and a MASK row and ``mask_hidden`` of unit scale.
+    def start_from(self, target: LlamaForCausalLM, aux_scale: float, generator: torch.Generator) -> None:
+        """The target's embedding and LM head, small random layers, a loud MASK row and ``mask_hidden``.
 
-        Unit variance makes both loud beside the text's own rows, so the net comes to rely on them.
+        ``mask_hidden`` starts at the scale of the real aux states that it stands in for. Started at unit scale it
+        would be a tenth of them, a whisper in the residual stream that the net hardly needs.
         """
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.dim() == 2:
                 parameter.data.normal_(0, 0.05, generator=generator)
         self.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight)
         self.lm_head.weight.data.copy_(target.lm_head.weight)
         self.embed_tokens.weight.data[MASK_ID].normal_(0, 1, generator=generator)
-        self.mask_hidden.data.normal_(0, MASK_HIDDEN_SCALE, generator=generator)
+        self.mask_hidden.data.normal_(0, aux_scale, generator=generator)
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
         """Logits [B, R, V]. ``tokens`` [B, R], projected ``hidden`` [B, R, D], ``positions`` [R], ``allowed`` [R, R]."""
-        x = self.midlayer(hidden, self.embed_tokens(tokens), positions, allowed)
+        return self.run(self.embed_tokens(tokens), hidden, positions, allowed)
+
+    def run(self, embedded: Tensor, hidden: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
+        """The same from the rows' embeddings [B, R, D]."""
+        x = self.midlayer(hidden, embedded, positions, allowed)
         for layer in self.layers.values():
             x = layer(x, None, positions, allowed)
         return self.lm_head(self.norm(x))
@@ -186,14 +190,12 @@ def train_head(target: LlamaForCausalLM, sources: Iterable[Windows], steps: int,
     ``sources`` take turns, step by step. Sampling anchors instead of rows keeps every rollout gap-free.
     """
     generator = torch.Generator().manual_seed(seed)
-    head = PEagleHead()
-    head.start_from(target, generator)
     turns = list(sources)
-    embedding = [head.embed_tokens.weight]
-    others = [p for p in head.parameters() if p is not embedding[0]]
-    optimizer = torch.optim.AdamW([{"params": others, "scale": 1.0}, {"params": embedding, "scale": 0.5}],
-                                  lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    difference = check_layout(head, target, turns[0].batch(1, 65)[0])
+    first = turns[0].batch(4, 65)
+    head = PEagleHead()
+    head.start_from(target, read(target, first)[0].pow(2).mean().sqrt().item(), generator)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    difference = check_layout(head, target, first[0])
     assert difference < 1e-3, f"training layout and engine rows disagree by {difference}"
     progress = tqdm(range(steps), desc="head", mininterval=5.0)
     smooth = 0.0
@@ -211,7 +213,7 @@ def train_head(target: LlamaForCausalLM, sources: Iterable[Windows], steps: int,
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * group["scale"] * schedule(step, steps)
+            group["lr"] = learning_rate * schedule(step, steps)
         optimizer.step()
         smooth = loss.item() if step == 0 else 0.98 * smooth + 0.02 * loss.item()
         progress.set_postfix(kl=f"{smooth:.3f}", refresh=False)

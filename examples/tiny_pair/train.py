@@ -112,7 +112,7 @@ def main() -> None:
                        "head": sum(p.numel() for p in head.parameters())},
         "bytes": {name: (out / name / "model.safetensors").stat().st_size for name in ("target", "head")},
     }
-    report["evaluation"] = evaluate(target, head, ids[-unseen:])
+    report["evaluation"] = evaluate(target, head, ids[-unseen:], tokenizer.convert_tokens_to_ids("."))
     clock.mark("evaluation")
     report["seconds"] = clock.seconds | {"all": round(sum(clock.seconds.values()), 1)}
     (out / "training_report.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -24,6 +24,8 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from sgl_peagle.backends import window_from_cache
+
 
 @dataclass
 class Window:
@@ -46,6 +48,8 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):
     def __init__(self, model_runner: Any):
         super().__init__(model_runner)
         self.windows: list[Window] = []
+        # A test hook: behave like fa3, which reads the window back from the cache.
+        self.reads_window_from_cache = window_from_cache()
 
     # ----- once per forward -------------------------------------------------------------------------------------
 
@@ -138,8 +142,8 @@ class ReferenceAttnBackend(TorchNativeAttnBackend):
         k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_cache = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         in_swa_pool = self._in_swa_pool(layer)
-        if k is None:
-            # The layer that owns this cache has written the window's rows already.
+        if k is None or self.reads_window_from_cache:
+            # The window's rows are written already, by this layer or by the one that owns the shared cache.
             written = self.swa_out_cache_loc if in_swa_pool else forward_batch.out_cache_loc
             k, v = k_cache[written], v_cache[written]
         k, v = k.to(q.dtype), v.to(q.dtype)
