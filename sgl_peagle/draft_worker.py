@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_spec, max_prefill_buffer_tokens
+from sglang.srt.runtime_context import get_parallel, get_spec, max_prefill_buffer_tokens
 from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_info import EagleDraftInput
@@ -43,7 +43,9 @@ class PEagleDraftWorker(EagleDraftWorker):
         device = str(self.device).split(":")[0]
         self.backend = drafter_backend(get_spec().speculative_draft_attention_backend, device)
         self.mask_token_id = self.model.head.config.mask_token_id
-        self.counters = Counters(self.k)
+        exports = self.server_args.enable_metrics and get_parallel().tp_rank == 0
+        name = self.server_args.served_model_name or self.server_args.model_path
+        self.counters = Counters(self.k, {"model_name": name} if exports else None)
         self.recorder = Recorder.from_environment()
 
     @property
@@ -173,7 +175,7 @@ class PEagleDraftWorker(EagleDraftWorker):
         if not drafts_with_masks:
             # Only the bonus row was sampled. The MASK id fills the chain: the target never chooses it.
             tokens[:, 1:] = self.mask_token_id
-            self.counters.filler += (self.k - 1) * sum(finishing)
+            self.counters.skipped(sum(finishing))
         self.recorder.prefill(batch, next_token_ids, tokens, finishing, drafts_with_masks, self.draft_runner)
         return self._next_draft_input(tokens, next_token_ids)
 

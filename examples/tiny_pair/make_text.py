@@ -151,7 +151,7 @@ class TextMaker:
         while total < 40:
             add = self._rule(ADDEND[total % 10], 10)
             parts.append(f"{total} + {add} = {total + add}")
-            total += max(add, 0)
+            total += add
             if len(parts) == 8:
                 break
         self.number = total % 10

@@ -102,7 +102,10 @@ class Walker:
 @torch.no_grad()
 def evaluate(target: LlamaForCausalLM, head: PEagleHead, prompts: Sequence[Sequence[int]], full_stop: int,
              new: int = 96) -> dict[str, Any]:
-    """The whole report. ``full_stop`` is that token's id. The texts run max(DEPTHS) + 1 tokens further than ``new``, so no round is cut short."""
+    """The whole report; ``full_stop`` is that token's id.
+
+    The texts run max(DEPTHS) + 1 tokens further than ``new``, so no round is cut short.
+    """
     texts = greedy_texts(target, prompts, new + max(DEPTHS) + 1)
     aux, gaps, sure = [], [], []
     distinct, ended = [], 0

@@ -120,7 +120,10 @@ class PEagleHead(nn.Module):
         self.mask_hidden.data.normal_(0, aux_scale, generator=generator)
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
-        """Logits [B, R, V]. ``tokens`` [B, R], projected ``hidden`` [B, R, D], ``positions`` [R], ``allowed`` [R, R]."""
+        """Logits [B, R, V] of ``tokens`` [B, R], projected ``hidden`` [B, R, D], ``positions`` [R].
+
+        ``allowed`` [R, R]: who (row) may see whom (column).
+        """
         return self.run(self.embed_tokens(tokens), hidden, positions, allowed)
 
     def run(self, embedded: Tensor, hidden: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 AUX_LAYERS = [2, 4, 5]  # [2, L // 2, L - 3] for L = 8: hidden_states[i], the output of layer i - 1
 ROPE_THETA = 10_000.0
 TOKENS_PER_STEP = 2048
+SHORT_WINDOW, LONG_WINDOW = 256, 1024
 
 
 def target_config() -> LlamaConfig:
@@ -56,9 +57,6 @@ def schedule(step: int, steps: int, warmup: int = 60) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-LONG_WINDOW, SHORT_WINDOW = 1024, 256
 
 
 def train_target(windows: Windows, steps: int, seed: int, learning_rate: float = 4e-3) -> LlamaForCausalLM:

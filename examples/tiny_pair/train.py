@@ -2,7 +2,7 @@
 
     python examples/tiny_pair/train.py --out DIR
 
-Takes about ten minutes on two CPU cores and downloads nothing. DIR receives ``target/``, ``head/``,
+Takes ten to fifteen minutes on two CPU cores and downloads nothing. DIR receives ``target/``, ``head/``,
 ``prompts.json`` and ``training_report.json``.
 """
 
@@ -19,6 +19,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads are ruinous where the cores are shared
 
+import pair_head
+import pair_target
 import safetensors
 import tokenizers
 import torch
@@ -107,7 +109,8 @@ def main() -> None:
                      "safetensors": safetensors.__version__},
         "seed": seed, "text_seed": arguments.text_seed, "threads": arguments.threads, "k_train": K_TRAIN,
         "target_steps": earlier.get("target_steps", arguments.target_steps), "head_steps": arguments.head_steps,
-        "training_tokens_of_text": len(windows.stream), "tokens_per_step": {"target": 2048, "head": 1024},
+        "training_tokens_of_text": len(windows.stream),
+        "tokens_per_step": {"target": pair_target.TOKENS_PER_STEP, "head": pair_head.TOKENS_PER_STEP},
         "parameters": {"target": sum(p.numel() for p in target.parameters()),
                        "head": sum(p.numel() for p in head.parameters())},
         "bytes": {name: (out / name / "model.safetensors").stat().st_size for name in ("target", "head")},
