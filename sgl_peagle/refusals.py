@@ -29,8 +29,8 @@ class _Refusal(NamedTuple):
 
 _REFUSED = (
     _Refusal(
-        "DP attention (--enable-dp-attention, --dp-size with it)",
-        lambda a: bool(a.enable_dp_attention),
+        "DP attention (--attn-dp-size > 1, or --dp-size with --enable-dp-attention)",
+        lambda a: a.attn_dp_size > 1,
         "token counts are synchronised between ranks before the mask rows are added",
         "serve with tensor parallelism only",
     ),
