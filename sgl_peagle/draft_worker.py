@@ -53,6 +53,10 @@ class PEagleDraftWorker(EagleDraftWorker):
         """The drafter model."""
         return self.draft_runner.model
 
+    @property
+    def _runners(self) -> tuple[Any, Any]:
+        return self.draft_runner, self.target_worker.model_runner
+
     # -- start-up -----------------------------------------------------------------------------------------
 
     def init_token_map(self) -> None:
@@ -176,7 +180,7 @@ class PEagleDraftWorker(EagleDraftWorker):
             # Only the bonus row was sampled. The MASK id fills the chain: the target never chooses it.
             tokens[:, 1:] = self.mask_token_id
             self.counters.skipped(sum(finishing))
-        self.recorder.prefill(batch, next_token_ids, tokens, finishing, drafts_with_masks, self.draft_runner)
+        self.recorder.prefill(batch, next_token_ids, tokens, finishing, drafts_with_masks, self._runners)
         return self._next_draft_input(tokens, next_token_ids)
 
     def _fits_eager_buffers(self, batch: "ScheduleBatch", num_masks: int) -> bool:
@@ -256,7 +260,7 @@ class PEagleDraftWorker(EagleDraftWorker):
             kv_loc_plan=None,
         )
         tokens = self._run(forward_batch, bs)
-        self.recorder.decode(batch, batch_result, tokens, self.draft_runner)
+        self.recorder.decode(batch, batch_result, tokens, self._runners)
         self._fill(next_input, tokens)
 
     def _run(self, forward_batch: ForwardBatch, bs: int) -> torch.Tensor:

@@ -8,7 +8,8 @@ request and drafter forward. It reads tensors back to the host in every round; i
      "prefix": cached prompt tokens and "free": free KV slots (prefill only)}
 
 ``SGL_PEAGLE_RECORD_KV=1`` adds the drafter's KV of the committed positions to ``FOLDER/kv-<pid>-<n>.pt``, named by
-the object's ``kv`` field: a list over layers of (k, v), each [positions, kv heads, head_dim], float32.
+the object's ``kv`` field: a list over the drafter's layers, then the target's, of (k, v), each [positions, kv heads,
+head_dim], float32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Sequence
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +52,9 @@ class Recorder:
         drafts: "torch.Tensor",
         finishing: list[bool],
         with_masks: bool,
-        runner: Any,
+        runners: Sequence[Any],
     ) -> None:
-        """One prefill batch. bonus [bs], drafts [bs, k]; ``runner`` is the drafter's model runner."""
+        """One prefill batch. bonus [bs], drafts [bs, k]; ``runners``: the drafter's and the target's model runner."""
         if self._file is None:
             return
         for i, (req, done) in enumerate(zip(batch.reqs, finishing)):
@@ -62,10 +63,10 @@ class Recorder:
             entry |= {"bonus": int(bonus[i]), "accepted": [int(bonus[i])], "drafts": drafts[i].tolist()}
             entry |= {"fallback": done and not with_masks, "prefix": int(batch.prefix_lens[i])}
             entry["free"] = batch.token_to_kv_pool_allocator.available_size()
-            self._write(entry, batch, i, length, runner)
+            self._write(entry, batch, i, length, runners)
 
     def decode(
-        self, batch: "ScheduleBatch", result: "GenerationBatchResult", drafts: "torch.Tensor", runner: Any
+        self, batch: "ScheduleBatch", result: "GenerationBatchResult", drafts: "torch.Tensor", runners: Sequence[Any]
     ) -> None:
         """One decode round: the accepted tokens, and the drafts [bs, k] for the next round."""
         if self._file is None:
@@ -77,18 +78,23 @@ class Recorder:
             accepted = predicted[i, :a].tolist()
             entry = {"rid": req.rid, "kind": "decode", "tokens": before + a + 1, "bonus": accepted[-1]}
             entry |= {"accepted": accepted, "drafts": drafts[i].tolist(), "fallback": False}
-            self._write(entry, batch, i, before + a, runner)
+            self._write(entry, batch, i, before + a, runners)
 
-    def _write(self, entry: dict[str, Any], batch: "ScheduleBatch", i: int, length: int, runner: Any) -> None:
+    def _write(
+        self, entry: dict[str, Any], batch: "ScheduleBatch", i: int, length: int, runners: Sequence[Any]
+    ) -> None:
         if self._with_kv:
             import torch
 
             self._count += 1
             entry["kv"] = f"kv-{os.getpid()}-{self._count}.pt"
             row = batch.req_to_token_pool.req_to_token[int(batch.req_pool_indices[i]), :length].long()
-            pool = runner.token_to_kv_pool
-            layers = range(runner.model.head.config.num_layers)
-            kv = [(pool.get_key_buffer(n)[row].float().cpu(), pool.get_value_buffer(n)[row].float().cpu()) for n in layers]
+            kv = []
+            for runner in runners:
+                pool = runner.token_to_kv_pool
+                for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):
+                    keys, values = pool.get_key_buffer(layer)[row], pool.get_value_buffer(layer)[row]
+                    kv.append((keys.float().cpu(), values.float().cpu()))
             torch.save(kv, self._folder / entry["kv"])
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()

@@ -139,3 +139,11 @@ def with_engine(
             engine.shutdown()
 
     return in_fork(run, env=env, timeout=timeout)
+
+
+def flush(engine: Any) -> None:
+    """Empty the radix cache; SGLang refuses while the last request is still being wound up, so ask until it agrees."""
+    deadline = time.monotonic() + 20
+    while not engine.flush_cache().success:
+        assert time.monotonic() < deadline, "the engine never became idle"
+        time.sleep(0.02)

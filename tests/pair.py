@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Iterable
 
 import torch
+from conftest import TALLY
 
 from sgl_peagle.oracle import OracleHead, aux_from_transformers
 
@@ -47,6 +48,8 @@ def hf_model(path: Path = TARGET) -> Any:
 @functools.lru_cache(maxsize=None)
 def greedy(prompt: tuple[int, ...], length: int, path: Path = TARGET) -> tuple[int, ...]:
     """transformers' greedy continuation of ``prompt``, ``length`` tokens, past any end token."""
+    if length == 0:
+        return ()
     out = hf_model(path).generate(
         torch.tensor([prompt]), max_new_tokens=length, do_sample=False, eos_token_id=None, pad_token_id=0
     )
@@ -131,4 +134,6 @@ def compare(
                 f"oracle {truth.ids}, margin {float(truth.margin[i]):.2e}"
             )
             break
+    TALLY["rounds compared with the oracle"] += result.rounds
+    TALLY["near-ties between two drafts"] += result.ties
     return result

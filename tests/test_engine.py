@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import EngineFailed, with_engine
+from conftest import TALLY
+from harness import EngineFailed, flush, with_engine
 from pair import HEAD, TARGET, Comparison, compare, greedy, prompts, read_rounds
 
 NEW_TOKENS = 40
@@ -49,6 +50,7 @@ def check(
 
     outputs = with_engine(use, env={"SGL_PEAGLE_RECORD": str(record)} | (env or {}), **peagle(k) | kwargs)
     texts = {}
+    TALLY["generations"] += len(outputs)
     for prompt, (rid, output) in zip(order, outputs, strict=True):
         assert tuple(output) == greedy(prompt, NEW_TOKENS), f"output differs for a prompt of {len(prompt)} tokens"
         texts[rid] = prompt + tuple(output)
@@ -120,9 +122,9 @@ def test_the_pool_is_whole_again(tmp_path: Path) -> None:
 
     def use(engine: Any) -> None:
         generate(engine, [chosen[:1]], 4)
-        engine.flush_cache()
+        flush(engine)
         generate(engine, [chosen[:1], chosen, chosen[4:9]], NEW_TOKENS)
-        engine.flush_cache()
+        flush(engine)
         generate(engine, [chosen[:1]], 4)
 
     with_engine(use, env={"SGL_PEAGLE_RECORD": str(tmp_path)} | OVERLAP, **peagle(5, max_total_tokens=1024))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import TALLY
 from harness import EngineFailed, in_fork, with_engine
 from heads_for_tests import random_head
 from pair import HEAD, TARGET
@@ -23,6 +24,7 @@ def refused(*words: str, env: dict[str, str] | None = None, **kwargs: Any) -> st
     assert "PEagleError" in message and "why:" in message and "fix:" in message, message[-1500:]
     for word in words:
         assert word in message, message[-1500:]
+    TALLY["refusals"] += 1
     return message
 
 

@@ -109,7 +109,7 @@ class PEagleHead(nn.Module):
         """The target's embedding and LM head, small random layers, a loud MASK row and ``mask_hidden``.
 
         ``mask_hidden`` starts at the scale of the real aux states that it stands in for. Started at unit scale it
-        would be a tenth of them, a whisper in the residual stream that the net hardly needs.
+        is about an eighth of them once projected, a whisper in the residual stream that the net hardly needs.
         """
         for parameter in self.parameters():
             if parameter.dim() == 2:
