@@ -1,8 +1,8 @@
 """The Triton kernels against their references over random shapes, for whichever device they can run on.
 
-Run as a program it checks the kernels on CPU tensors, which needs ``TRITON_INTERPRET=1`` in the environment before
-Triton is imported; that is why ``test_kernels.py`` starts it as a process of its own. On a GPU,
-``bench/gpu_kernels.py`` and the tests marked ``gpu`` call the same functions.
+``python kernel_cases.py DEVICE SEEDS``. On the CPU that needs ``TRITON_INTERPRET=1`` in the environment before Triton is
+imported, and on a GPU it initialises CUDA, which no forked test engine would survive; so ``test_kernels.py`` starts it
+as a process of its own. ``bench/gpu_kernels.py`` calls the same functions.
 """
 
 from __future__ import annotations
@@ -114,5 +114,32 @@ def check_all(device: str, seeds: int, report: Callable[[str], None] = print) ->
     return sum(map(len, checks.values()))
 
 
+def check_no_synchronisation() -> None:
+    """The calls that the worker makes never wait for the GPU (torch raises if one does)."""
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, device="cuda")
+
+    predicted, accept, length, request, prompt = ints(1, 2, 3, 4), ints(2), ints(5), ints(1), ints(1, 2)
+    table = torch.ones(2, 40, dtype=torch.int32, device="cuda")
+    projected, shared = torch.randn(4, 64, device="cuda"), torch.randn(64, device="cuda")
+    options = {"k": 3, "mask_token_id": MASK_ID}
+
+    def calls() -> None:
+        window = expand.expand_decode(predicted, accept, length, request, table, private_mask_slots=False, **options)
+        expand.expand_prefill(prompt, accept, prompt, extend_lens=[2], prefix_lens=[0], num_masks=[2], **options)
+        hidden.window_hidden(projected, window.hidden_rows, shared)
+
+    calls()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 if __name__ == "__main__":
-    check_all(device="cpu", seeds=int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    check_all(device=sys.argv[1], seeds=int(sys.argv[2]))
+    if sys.argv[1] == "cuda":
+        check_no_synchronisation()
