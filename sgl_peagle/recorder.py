@@ -6,7 +6,7 @@ request and drafter forward. It reads tensors back to the host in every round; i
     {"rid", "kind": "prefill" | "chunk" | "decode", "tokens": committed length n+1 with the bonus token,
      "bonus", "accepted": [token ids of this round, bonus last], "drafts": [k ids], "fallback": bool,
      "prefix": cached prompt tokens and "free": free KV slots (prefill only),
-     "graph": drafted by a CUDA graph replay (decode only)}
+     "batch": requests in the forward and "graph": drafted by a CUDA graph replay (decode only)}
 
 ``SGL_PEAGLE_RECORD_KV=1`` adds the drafter's KV of the committed positions to ``FOLDER/kv-<pid>-<n>.pt``, named by
 the object's ``kv`` field: a list over layers of (k, v), each [positions, kv heads, head_dim], float32.
@@ -84,7 +84,7 @@ class Recorder:
             accepted = predicted[i, :a].tolist()
             entry = {"rid": req.rid, "kind": "decode", "tokens": before + a + 1, "bonus": accepted[-1]}
             entry |= {"accepted": accepted, "drafts": drafts[i].tolist(), "fallback": False}
-            entry["graph"] = graph
+            entry |= {"batch": len(batch.reqs), "graph": graph}
             self._write(entry, batch, i, before + a, runner)
 
     def _write(self, entry: dict[str, Any], batch: "ScheduleBatch", i: int, length: int, runner: Any) -> None:
