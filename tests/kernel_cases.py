@@ -46,13 +46,13 @@ def check_decode(bs: int, k: int, device: str, seed: int) -> None:
     pool = bs + chooser.randint(1, 9)
     requests = torch.tensor(chooser.sample(range(pool), bs))
     # A table inside a wider one: rows are not contiguous with each other.
-    table = torch.randint(1, 2**31 - 1, (pool, width + 5), dtype=torch.int32)[:, :width]
+    table = torch.randint(1, 2**31 - 1, (pool, width + 5), dtype=torch.int32).to(device)[:, :width]
     predicted = torch.randint(0, 150_000, (bs * (k + 1),))
     inputs = [t.to(chooser.choice(INT_TYPES)).to(device) for t in (predicted, accepts, lengths, requests)]
     for private in (False, True):
         options = {"k": k, "mask_token_id": MASK_ID, "private_mask_slots": private}
-        kernel = expand_triton.expand_decode(*inputs, table.to(device), **options)
-        reference = expand.expand_decode_reference(*inputs, table.to(device), **options)
+        kernel = expand_triton.expand_decode(*inputs, table, **options)
+        reference = expand.expand_decode_reference(*inputs, table, **options)
         compare(f"decode bs {bs} k {k} private {private}", kernel, reference)
 
 

@@ -7,7 +7,12 @@ A "graph" here is a function over the static buffers, called again at every repl
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EagleDraftExtendInputBuffers
 
+from sgl_peagle import draft_worker
 from sgl_peagle.backends import drafter_backend
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.graph import PEagleCudaGraphRunner
@@ -160,3 +166,53 @@ def test_a_graph_of_another_width_is_refused() -> None:
 @pytest.mark.parametrize(("name", "graphs"), [("triton", True), ("fa3", False), ("flashinfer", False)])
 def test_backends_with_graphs(name: str, graphs: bool) -> None:
     assert drafter_backend(name, "cuda").graphs is graphs
+
+
+class Backend(draft_worker.WindowTritonBackend):
+    """Only its type matters."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, name: str = "triton", device: str = "cuda", disabled: bool = False) -> Any:
+    """``_capture_cuda_graphs`` of a worker that is only its attributes; 3 GB are free before and 1 GB after."""
+    free = iter((3.0, 1.0))
+    monkeypatch.setattr(draft_worker, "check_cuda_graph_backend", lambda phase, backend: disabled)
+    monkeypatch.setattr(draft_worker, "get_available_gpu_memory", lambda *_: next(free))
+    monkeypatch.setattr(draft_worker, "PEagleCudaGraphRunner", lambda worker: SimpleNamespace(capture_bs=[1]))
+    worker = SimpleNamespace(
+        device=device, gpu_id=0, k=3, backend=drafter_backend(name, "cuda"),
+        draft_extend_attn_backend=Backend() if name == "triton" else object(),
+        _specialized_graph_memory_usage={}, _specialized_graph_time_usage={},
+    )  # fmt: skip
+    draft_worker.PEagleDraftWorker._capture_cuda_graphs(worker)
+    return worker
+
+
+def test_capture_reports_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = capture(monkeypatch)
+    assert worker.cuda_graph_runner_for_draft_extend.capture_bs == [1] and worker.cuda_graph_runner is None
+    assert worker._specialized_graph_memory_usage == {"draft_extend": 2.0}
+    assert worker._specialized_graph_time_usage["draft_extend"] >= 0
+
+
+@pytest.mark.parametrize("case", ["disabled", "variable", "fa3", "cpu"])
+def test_no_capture(case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    if case == "variable":
+        monkeypatch.setenv("SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH", "1")
+    options = {"disabled": {"disabled": True}, "fa3": {"name": "fa3"}, "cpu": {"device": "cpu"}}.get(case, {})
+    with caplog.at_level(logging.WARNING):
+        worker = capture(monkeypatch, **options)
+    assert worker.cuda_graph_runner_for_draft_extend is None and not worker._specialized_graph_memory_usage
+    assert ("fa3" in caplog.text) == (case == "fa3"), "a backend without graphs says so, a choice of the user does not"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="needs a CUDA GPU; this machine has none")
+def test_graph_drafts_equal_eager_drafts_and_the_oracle_on_the_gpu(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "bench" / "gpu_graphs.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path / "report.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
