@@ -1,11 +1,11 @@
 """Which attention backends can run the drafter, and what each one asks of the mask rows' KV slots.
 
-| drafter backend | window K/V come from | mask slots | prefill drafts | K: allocation, smallest page |
-| --- | --- | --- | --- | --- |
-| ``triton`` | the dense tensors | padding slot | yes | 1–7: K+1, 1; from 8: K+1, 2 |
-| ``torch_native`` (CPU reference) | the dense tensors | padding slot | yes | same as triton |
-| ``fa3`` | the KV cache | private | first round only (fallback) | 1–5: ⌈(3K+1)/2⌉, 1; from 6: same, 2 |
-| ``flashinfer`` | the KV cache | private | first round only (fallback) | same as fa3 |
+| drafter backend | window K/V come from | mask slots | prefill drafts | CUDA graph | K: allocation, smallest page |
+| --- | --- | --- | --- | --- | --- |
+| ``triton`` | the dense tensors | padding slot | yes | yes | 1–7: K+1, 1; from 8: K+1, 2 |
+| ``torch_native`` (CPU reference) | the dense tensors | padding slot | yes | no | same as triton |
+| ``fa3`` | the KV cache | private | first round only (fallback) | no | 1–5: ⌈(3K+1)/2⌉, 1; from 6: same, 2 |
+| ``flashinfer`` | the KV cache | private | first round only (fallback) | no | same as fa3 |
 
 The last column is computed by :func:`sgl_peagle.layout.slot_plan`; a test compares the two.
 """
@@ -13,7 +13,7 @@ The last column is computed by :func:`sgl_peagle.layout.slot_plan`; a test compa
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.layout import SlotPlan, slot_plan
@@ -31,10 +31,13 @@ class DrafterBackend:
         name: SGLang's name of the backend.
         reads_window_densely: The window's own K/V are taken from the call's tensors, only the prefix from the
             cache. Then mask rows need no slots and masks can stand behind a prompt, where no slots exist.
+        graphs: The decode window is captured in CUDA graphs. fa3's captured page table ends at the context length and
+            flashinfer's plan is per width; a window may reach 2K rows past the context, so those stay eager.
     """
 
     name: str
     reads_window_densely: bool
+    graphs: bool = False
 
     def plan(self, k: int) -> SlotPlan:
         """Allocation and page size for ``k`` drafts on this backend."""
@@ -44,7 +47,7 @@ class DrafterBackend:
 _BACKENDS = {
     backend.name: backend
     for backend in (
-        DrafterBackend("triton", reads_window_densely=True),
+        DrafterBackend("triton", reads_window_densely=True, graphs=True),
         DrafterBackend("torch_native", reads_window_densely=True),
         DrafterBackend("fa3", reads_window_densely=False),
         DrafterBackend("flashinfer", reads_window_densely=False),
@@ -66,7 +69,7 @@ def drafter_backend(name: str, device: str) -> DrafterBackend:
             f"pass --speculative-draft-attention-backend {supported[0]} (supported here: {', '.join(supported)})",
         )
     if window_from_cache():
-        return DrafterBackend(name, reads_window_densely=False)
+        return replace(_BACKENDS[name], reads_window_densely=False)
     return _BACKENDS[name]
 
 

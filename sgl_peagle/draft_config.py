@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional
 
 from sgl_peagle.aux_layers import capture_points, to_sglang
+from sgl_peagle.backends import drafter_backend
 from sgl_peagle.heads import Head, read_head
+from sgl_peagle.layout import window_width
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -43,7 +45,22 @@ def model_config_factory(
     if is_draft_model and (cfg.speculative_algorithm or "").upper() == "PEAGLE":
         path = model_path or cfg.speculative_draft_model_path
         adapt(config.hf_config, read_head(path, model_revision), model_config_of(server_args))
+        _widen_for_cache_reading_backends(config, cfg)
     return config
+
+
+def _widen_for_cache_reading_backends(config: "ModelConfig", cfg: Any) -> None:
+    """Room for a window at the context end, where the drafter's backend reads it back from the cache.
+
+    Such a backend (fa3) sizes its page table by the drafter's context length, while a window reaches up to 2K
+    positions behind the committed length; SGLang's request row is wide enough for that (:mod:`sgl_peagle.layout`).
+    """
+    k, name = cfg.speculative_num_steps, cfg.speculative_draft_attention_backend
+    if k is None or name is None:  # asked before PEAGLE decided its values: only the shape matters then
+        return
+    if not drafter_backend(name, str(cfg.device).split(":")[0]).reads_window_densely:
+        config.context_len += window_width(k)
+        config.hf_config.context_len = config.context_len
 
 
 def adapt(hf_config: Any, head: Head, target: "ModelConfig") -> None:

@@ -7,22 +7,27 @@ runs accepted rows, bonus row and masks through the drafter and leaves the next 
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_parallel, get_spec, max_prefill_buffer_tokens
 from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
-from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_utils import _eagle_prefill_tail_tokens
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input, prepare_for_draft_extend
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
+from sglang.srt.utils.common import get_available_gpu_memory, log_info_on_rank0
 
 from sgl_peagle import layout
 from sgl_peagle.backends import drafter_backend
 from sgl_peagle.counters import Counters
 from sgl_peagle.errors import PEagleError
+from sgl_peagle.graph import PEagleCudaGraphRunner, WindowBackendFactory, WindowTritonBackend
 from sgl_peagle.kernels.expand import DrafterRows, expand_decode, expand_prefill
 from sgl_peagle.model import PEagleDraftExtendInput, PEagleLlamaForCausalLM
 from sgl_peagle.recorder import Recorder
@@ -74,7 +79,7 @@ class PEagleDraftWorker(EagleDraftWorker):
 
     def init_attention_backend(self) -> None:
         """Only the extend backend: there is no sequence of draft decode steps."""
-        factory = DraftBackendFactory(self.draft_runner, self.topk, self.k)
+        factory = WindowBackendFactory(self.draft_runner, self.k)
         self.draft_attn_backend = None
         self.draft_runner.draft_attn_backend = None
         self.draft_extend_attn_backend = factory.create_draft_extend_backend()
@@ -102,11 +107,41 @@ class PEagleDraftWorker(EagleDraftWorker):
 
     def init_cuda_graphs(self) -> None:
         """No draft-prefill graph: the prefill batch carries ragged mask rows."""
-        EagleDraftWorkerBase.init_cuda_graphs(self)
+        with draft_pp_context(), draft_tp_context(self.parallel_layout):
+            EagleDraftWorkerBase.init_cuda_graphs(self)
 
     def _capture_cuda_graphs(self) -> None:
-        self.cuda_graph_runner = None
+        """One graph per batch size for the decode window, where the drafter's backend can replay it."""
+        self.cuda_graph_runner = None  # there are no draft decode steps
         self.cuda_graph_runner_for_draft_extend = None
+        if not str(self.device).startswith("cuda") or check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+            return
+        if envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get():
+            return
+        if not (self.backend.graphs and isinstance(self.draft_extend_attn_backend, WindowTritonBackend)):
+            logger.warning(
+                "PEAGLE drafter runs without CUDA graphs: drafter attention backend %s is not captured by this "
+                "release (%s is)", self.backend.name, "triton",
+            )  # fmt: skip
+            return
+        before, start = get_available_gpu_memory(self.device, self.gpu_id), time.perf_counter()
+        log_info_on_rank0(
+            logger,
+            f"Capture PEAGLE drafter CUDA graph begin. num_tokens_per_req={layout.window_width(self.k)}, "
+            f"avail mem={before:.2f} GB",
+        )
+        self.cuda_graph_runner_for_draft_extend = PEagleCudaGraphRunner(self)
+        after, seconds = get_available_gpu_memory(self.device, self.gpu_id), time.perf_counter() - start
+        for usage, value in (
+            (self._specialized_graph_memory_usage, before - after),
+            (self._specialized_graph_time_usage, seconds),
+        ):
+            usage["draft_extend"] = usage.get("draft_extend", 0.0) + value
+        log_info_on_rank0(
+            logger,
+            f"Capture PEAGLE drafter CUDA graph end. elapsed={seconds:.2f} s, mem usage={before - after:.2f} GB, "
+            f"avail mem={after:.2f} GB, bs={self.cuda_graph_runner_for_draft_extend.capture_bs}.",
+        )
 
     # -- a round ------------------------------------------------------------------------------------------
 
@@ -259,14 +294,15 @@ class PEagleDraftWorker(EagleDraftWorker):
             return_hidden_states_before_norm=False,
             kv_loc_plan=None,
         )
-        tokens = self._run(forward_batch, bs)
-        self.recorder.decode(batch, batch_result, tokens, self._runners)
+        graph = self.cuda_graph_runner_for_draft_extend
+        replays = graph is not None and graph.can_run_graph(forward_batch)
+        tokens = graph.execute(forward_batch) if replays else self._run(forward_batch, bs)
+        self.recorder.decode(batch, batch_result, tokens, self._runners, graph=replays)
         self._fill(next_input, tokens)
 
     def _run(self, forward_batch: ForwardBatch, bs: int) -> torch.Tensor:
-        """One drafter forward; [bs, k] int64 target ids."""
-        logits = self.draft_runner.forward(forward_batch).logits_output.next_token_logits
-        return self.model.draft_tokens(logits).view(bs, self.k)
+        """One eager drafter forward; [bs, k] int64 target ids."""
+        return self.draft_runner.forward(forward_batch).logits_output.next_token_logits.view(bs, self.k)
 
     def _next_draft_input(self, tokens: torch.Tensor, bonus_tokens: torch.Tensor) -> EagleDraftInput:
         draft_input = EagleDraftInput(

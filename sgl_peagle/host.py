@@ -42,6 +42,37 @@ def _symbols(module: str, **names: str) -> list[HostSymbol]:
 _WORKER = "speculative.eagle_worker_v2"
 _INIT = "server_args gpu_id nccl_port target_worker"
 
+_RUNNER = "speculative.eagle_draft_extend_cuda_graph_runner"
+
+
+def _host_graph_symbols() -> list[HostSymbol]:
+    """What :mod:`sgl_peagle.graph` subclasses and calls."""
+    return [
+        HostSymbol(_RUNNER, "EAGLEDraftExtendCudaGraphRunner.__init__", ("eagle_worker",)),
+        HostSymbol(_RUNNER, "EAGLEDraftExtendCudaGraphRunner.can_run_graph", ("forward_batch",)),
+        HostSymbol(_RUNNER, "EAGLEDraftExtendCudaGraphRunner.capture_one_shape", ("size", "forward")),
+        HostSymbol(_RUNNER, "EAGLEDraftExtendCudaGraphRunner.execute", ("forward_batch", "select_index")),
+        HostSymbol(_RUNNER, "EagleDraftExtendInputBuffers",
+                   ("hidden_states", "select_index", "next_token_logits_buffer", "out_cache_loc", "seq_lens")),
+        HostSymbol("model_executor.runner.decode_cuda_graph_runner", "DecodeCudaGraphRunner.capture"),
+        HostSymbol("model_executor.graph_shared_output", "GraphSharedOutput.get_logits_buffer", ("vocab_size", "rows")),
+        HostSymbol("model_executor.cuda_graph_config", "check_cuda_graph_backend", ("phase", "backend")),
+        HostSymbol("layers.attention.triton_backend", "TritonAttnBackend.__init__", ("model_runner", "skip_prefill")),
+        HostSymbol("layers.attention.triton_backend", "TritonAttnBackend.init_cuda_graph_state",
+                   ("max_bs", "max_num_tokens", "kv_indices_buf", "cuda_graph_num_kv_splits_buf")),
+        HostSymbol("layers.attention.triton_backend", "TritonAttnBackend._update_draft_extend_buffers",
+                   ("plan", "bs", "seq_lens", "forward_mode", "spec_info", "req_pool_indices")),
+        HostSymbol("speculative.spec_utils", "resolve_num_tokens_per_req", ("phase",)),
+        HostSymbol("speculative.spec_utils", "draft_pp_context"),
+        HostSymbol("speculative.spec_utils", "draft_tp_context"),
+        HostSymbol("runtime_context", "_ConfigBag.override"),
+        HostSymbol("utils.common", "get_available_gpu_memory", ("device", "gpu_id")),
+        HostSymbol("utils.common", "log_info_on_rank0", ("logger", "msg")),
+        HostSymbol("environ", "Envs"),
+        HostSymbol("layers.logits_processor", "LogitsProcessorOutput", ("next_token_logits", "hidden_states")),
+    ]  # fmt: skip
+
+
 HOST_SYMBOLS: tuple[HostSymbol, ...] = tuple(
     [
         *_symbols("plugins", load_plugins=""),
@@ -108,6 +139,8 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = tuple(
         HostSymbol("speculative.draft_utils", "DraftBackendFactory.__init__",
                    ("draft_model_runner", "topk", "speculative_num_steps")),
         HostSymbol("speculative.draft_utils", "DraftBackendFactory.create_draft_extend_backend"),
+        HostSymbol("speculative.draft_utils", "DraftBackendFactory._create_triton_prefill_backend"),
+        *_host_graph_symbols(),
         HostSymbol("model_executor.forward_batch_info", "ForwardBatch.init_new",
                    ("batch", "model_runner", "capture_hidden_mode", "return_hidden_states_before_norm", "kv_loc_plan")),
         HostSymbol("layers.logits_processor", "LogitsMetadata.from_forward_batch", ("forward_batch",)),

@@ -1,14 +1,16 @@
 """The drafter: an N-layer LLaMA-style P-EAGLE head as an SGLang model.
 
 One forward takes the raw aux hidden states of the real rows, projects them, places them (and h_shared) into the
-drafter rows, runs the layers, and returns logits of the K sampled rows of each request.
+drafter rows, runs the layers, and returns the K drafted token ids of each request. All of it can be captured in one
+CUDA graph (:mod:`sgl_peagle.graph`); eager rounds and prefill run the same code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
-from typing import Any, Iterable, Optional
+from typing import Any, Iterable, Iterator, Optional
 
 import torch
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
@@ -48,9 +50,11 @@ class PEagleDraftExtendInput(EagleDraftExtendInput):
 
     Attributes:
         hidden_rows: [R] int64, row of ``hidden_states`` for each drafter row, -1 for a mask row.
+        logits_buffer: [bs*k, draft vocabulary] float32 to put the logits into, where one is kept (graphs).
     """
 
     hidden_rows: Optional[torch.Tensor] = None
+    logits_buffer: Optional[torch.Tensor] = None
 
 
 class PEagleAttention(LlamaAttention):
@@ -180,16 +184,34 @@ class PEagleLlamaForCausalLM(nn.Module):
         # Draft id -> target id; None is the identity. SGLang's workers read this name.
         self.hot_token_id: Optional[torch.Tensor] = None
         self.shared_hidden: Optional[torch.Tensor] = None
+        self._captured_input: Optional[PEagleDraftExtendInput] = None
+
+    @contextlib.contextmanager
+    def capturing(self, inputs: PEagleDraftExtendInput) -> Iterator[None]:
+        """Take the forward's own inputs from ``inputs`` (static buffers) while a graph is captured.
+
+        SGLang's graph runner builds the batch that is captured, and its ``spec_info`` is of SGLang's own type, which
+        has no place for them.
+        """
+        self._captured_input = inputs
+        try:
+            yield
+        finally:
+            self._captured_input = None
 
     @torch.no_grad()
     def project_shared_hidden(self) -> None:
         """Compute h_shared [D] from the loaded ``mask_hidden``; needed once after (re)loading weights."""
-        self.shared_hidden = self.model.project(self.model.mask_hidden.unsqueeze(0))[0]
+        shared = self.model.project(self.model.mask_hidden.unsqueeze(0))[0]
+        if self.shared_hidden is None:
+            self.shared_hidden = shared
+        else:
+            self.shared_hidden.copy_(shared)  # a captured graph keeps the address
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch, **_: Any
     ) -> LogitsProcessorOutput:
-        """Logits of the sampled rows.
+        """The next K draft tokens of every request.
 
         Args:
             input_ids: [R] int64.
@@ -197,9 +219,11 @@ class PEagleLlamaForCausalLM(nn.Module):
             forward_batch: Its ``spec_info`` is a :class:`PEagleDraftExtendInput`.
 
         Returns:
-            ``next_token_logits`` [bs*k, draft vocabulary]; no hidden states.
+            ``next_token_logits``: not logits, but the [bs, k] int64 target ids drafted from them (greedy, d2t
+            applied), so that a captured graph holds the whole drafter pass. ``hidden_states`` is the same tensor,
+            because SGLang's graph runner hands out a copy of that one, which the next replay leaves alone.
         """
-        spec_info: PEagleDraftExtendInput = forward_batch.spec_info
+        spec_info: PEagleDraftExtendInput = self._captured_input or forward_batch.spec_info
         embeds = self.model.embed_tokens(input_ids)
         projected = self.model.project(spec_info.hidden_states)
         hidden = window_hidden(projected, spec_info.hidden_rows, self.shared_hidden)
@@ -210,11 +234,13 @@ class PEagleLlamaForCausalLM(nn.Module):
         hidden, _residual = self.model.norm(hidden[rows], residual[rows])
         metadata = LogitsMetadata.from_forward_batch(forward_batch)
         metadata.draft_extend_select_index = None  # the rows are chosen already, before the final norm
-        metadata.next_token_logits_buffer = None  # the shared buffer has one row a request
+        metadata.next_token_logits_buffer = spec_info.logits_buffer  # SGLang's own has one row a request
         metadata.capture_hidden_mode = CaptureHiddenMode.NULL
-        return self.logits_processor(input_ids, hidden, self.lm_head, metadata)
+        logits = self.logits_processor(input_ids, hidden, self.lm_head, metadata).next_token_logits
+        tokens = self._draft_tokens(logits).view(forward_batch.batch_size, -1)
+        return LogitsProcessorOutput(next_token_logits=tokens, hidden_states=tokens)
 
-    def draft_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+    def _draft_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """Greedy drafts: [N, draft vocabulary] logits -> [N] int64 target ids (d2t applied)."""
         ids = logits.argmax(dim=-1)
         return ids if self.hot_token_id is None else self.hot_token_id[ids]

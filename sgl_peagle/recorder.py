@@ -5,7 +5,8 @@ request and drafter forward. It reads tensors back to the host in every round; i
 
     {"rid", "kind": "prefill" | "chunk" | "decode", "tokens": committed length n+1 with the bonus token,
      "bonus", "accepted": [token ids of this round, bonus last], "drafts": [k ids], "fallback": bool,
-     "prefix": cached prompt tokens and "free": free KV slots (prefill only)}
+     "prefix": cached prompt tokens and "free": free KV slots (prefill only),
+     "batch": requests in the forward and "graph": drafted by a CUDA graph replay (decode only)}
 
 ``SGL_PEAGLE_RECORD_KV=1`` adds the drafter's KV of the committed positions to ``FOLDER/kv-<pid>-<n>.pt``, named by
 the object's ``kv`` field: a list over the drafter's layers, then the target's, of (k, v), each [positions, kv heads,
@@ -66,7 +67,13 @@ class Recorder:
             self._write(entry, batch, i, length, runners)
 
     def decode(
-        self, batch: "ScheduleBatch", result: "GenerationBatchResult", drafts: "torch.Tensor", runners: Sequence[Any]
+        self,
+        batch: "ScheduleBatch",
+        result: "GenerationBatchResult",
+        drafts: "torch.Tensor",
+        runners: Sequence[Any],
+        *,
+        graph: bool = False,
     ) -> None:
         """One decode round: the accepted tokens, and the drafts [bs, k] for the next round."""
         if self._file is None:
@@ -78,6 +85,7 @@ class Recorder:
             accepted = predicted[i, :a].tolist()
             entry = {"rid": req.rid, "kind": "decode", "tokens": before + a + 1, "bonus": accepted[-1]}
             entry |= {"accepted": accepted, "drafts": drafts[i].tolist(), "fallback": False}
+            entry |= {"batch": len(batch.reqs), "graph": graph}
             self._write(entry, batch, i, before + a, runners)
 
     def _write(

@@ -20,5 +20,16 @@ def window_hidden(
     Returns:
         [R, D], the dtype of ``projected``.
     """
+    if projected.is_cuda:
+        from sgl_peagle.kernels import hidden_triton
+
+        return hidden_triton.window_hidden(projected, hidden_rows, shared_hidden)
+    return window_hidden_reference(projected, hidden_rows, shared_hidden)
+
+
+def window_hidden_reference(
+    projected: torch.Tensor, hidden_rows: torch.Tensor, shared_hidden: torch.Tensor
+) -> torch.Tensor:
+    """Plain torch; see :func:`window_hidden`."""
     rows = projected[hidden_rows.clamp(min=0)]
     return torch.where((hidden_rows < 0).unsqueeze(1), shared_hidden.to(rows.dtype), rows)
