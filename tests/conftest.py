@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+
+# Before anything imports SGLang or torch: SGLang decides at import which device it has, and OpenMP threads that spin
+# on a busy machine are slow. Asking torch for a GPU would initialise CUDA, which a fork does not survive.
+if not os.path.exists("/dev/nvidia0"):
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 #: What tests add to: generations, rounds compared with the oracle, draft ties, refusals, HTTP requests.
 TALLY: Counter[str] = Counter()

@@ -41,11 +41,9 @@ START_METHOD = "fork"
 @functools.lru_cache(maxsize=1)
 def import_sglang() -> None:
     """Import all that an engine and its subprocesses need, and make them start by ``START_METHOD``."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import conftest  # noqa: F401  (sets the environment, also outside pytest)
     import torch
 
-    if not os.path.exists("/dev/nvidia0"):  # asking torch would initialise CUDA, which a fork does not survive
-        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
     torch.set_num_threads(1)  # a forked child of a process with OpenMP threads can hang
     set_method = multiprocessing.set_start_method
