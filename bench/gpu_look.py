@@ -29,32 +29,30 @@ K = 5
 
 #: name -> (environment, engine arguments). bfloat16 only: SGLang's CUDA RMSNorm has no float32.
 RUNS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "bf16 target fa3, no speculation": ({}, {"attention_backend": "fa3", "peagle": False}),
-    "bf16 target fa3, drafter triton": ({}, {"attention_backend": "fa3"}),
-    "bf16 target fa3, drafter triton, private mask slots": (
-        {"SGL_PEAGLE_WINDOW": "cache"},
-        {"attention_backend": "fa3"},
-    ),
-    "bf16 target fa3, drafter fa3": (
+    "bf16 target fa3, no speculation": ({}, {"peagle": False}),
+    "bf16 target fa3, drafter triton": ({}, {}),
+    "bf16 target fa3, drafter fa3": ({}, {"speculative_draft_attention_backend": "fa3"}),
+    "bf16 target fa3, drafter fa3, to the context end": (
         {},
-        {"attention_backend": "fa3", "speculative_draft_attention_backend": "fa3"},
+        {"speculative_draft_attention_backend": "fa3", "context_length": 128, "to_the_end": True},
     ),
     "bf16 target flashinfer, drafter flashinfer": (
         {},
         {"attention_backend": "flashinfer", "speculative_draft_attention_backend": "flashinfer"},
     ),
+    "bf16 target fa3, drafter triton, private mask slots": ({"SGL_PEAGLE_WINDOW": "cache"}, {}),
     "bf16 target fa3 with CUDA graphs, drafter triton": (
         {},
-        {"attention_backend": "fa3", "disable_cuda_graph": False, "cuda_graph_max_bs_decode": 8},
+        {"disable_cuda_graph": False, "cuda_graph_max_bs_decode": 8},
     ),
 }
 
 
-def serve(engine: Any) -> tuple[list[list[int]], list[str], list[float]]:
+def serve(engine: Any, to_the_end: bool) -> tuple[list[list[int]], list[str], list[float]]:
     import pair
 
     prompts = [list(p) for p in pair.prompts(16)]
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": None if to_the_end else NEW_TOKENS, "ignore_eos": True}
     outputs = []
     for batch in (prompts[:1], prompts[1:4], prompts[4:]):
         outputs += engine.generate(input_ids=batch, sampling_params=sampling)
@@ -68,7 +66,8 @@ def run(name: str, record: Path) -> dict[str, Any]:
     import pair
 
     env, kwargs = RUNS[name]
-    kwargs = dict(kwargs)
+    kwargs = {"attention_backend": "fa3"} | kwargs
+    to_the_end = kwargs.pop("to_the_end", False)
     if kwargs.pop("peagle", True):
         kwargs |= {
             "speculative_algorithm": "PEAGLE",
@@ -78,7 +77,7 @@ def run(name: str, record: Path) -> dict[str, Any]:
     start = time.perf_counter()
     common = {"device": "cuda", "dtype": "bfloat16", "disable_prefill_cuda_graph": True, "mem_fraction_static": 0.3}
     outputs, ids, lengths = harness.with_engine(
-        serve, env=env | {"SGL_PEAGLE_RECORD": str(record)}, timeout=240, model_path=str(pair.TARGET),
+        lambda engine: serve(engine, to_the_end), env=env | {"SGL_PEAGLE_RECORD": str(record)}, timeout=240, model_path=str(pair.TARGET),
         **common | kwargs,
     )  # fmt: skip
     seconds = time.perf_counter() - start
