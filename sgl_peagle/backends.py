@@ -5,7 +5,7 @@
 | ``triton`` | the dense tensors | padding slot | yes | yes | 1–7: K+1, 1; from 8: K+1, 2 |
 | ``torch_native`` (CPU reference) | the dense tensors | padding slot | yes | no | same as triton |
 | ``fa3`` | the KV cache | private | first round only (fallback) | no | 1–5: ⌈(3K+1)/2⌉, 1; from 6: same, 2 |
-| ``flashinfer`` | the KV cache | private | first round only (fallback) | no | same as fa3 |
+| others | – | – | – | – | refused by name |
 
 The last column is computed by :func:`sgl_peagle.layout.slot_plan`; a test compares the two.
 """
@@ -31,8 +31,8 @@ class DrafterBackend:
         name: SGLang's name of the backend.
         reads_window_densely: The window's own K/V are taken from the call's tensors, only the prefix from the
             cache. Then mask rows need no slots and masks can stand behind a prompt, where no slots exist.
-        graphs: The decode window is captured in CUDA graphs. fa3's captured page table ends at the context length and
-            flashinfer's plan is per width; a window may reach 2K rows past the context, so those stay eager.
+        graphs: The decode window is captured in CUDA graphs. fa3's captured page table ends at the context length,
+            while a window may reach 2K rows past it, so fa3 stays eager.
     """
 
     name: str
@@ -50,7 +50,6 @@ _BACKENDS = {
         DrafterBackend("triton", reads_window_densely=True, graphs=True),
         DrafterBackend("torch_native", reads_window_densely=True),
         DrafterBackend("fa3", reads_window_densely=False),
-        DrafterBackend("flashinfer", reads_window_densely=False),
     )
 }
 
@@ -61,7 +60,7 @@ def drafter_backend(name: str, device: str) -> DrafterBackend:
     Raises:
         PEagleError: The backend is not known to run a P-EAGLE window.
     """
-    supported = ["torch_native"] if device == "cpu" else ["triton", "fa3", "flashinfer"]
+    supported = ["torch_native"] if device == "cpu" else ["triton", "fa3"]
     if name not in supported:
         raise PEagleError(
             f"drafter attention backend {name!r} on device {device!r}",
