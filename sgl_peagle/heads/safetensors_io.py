@@ -76,21 +76,42 @@ def read_headers(file: Path) -> list[TensorInfo]:
     return sorted(infos, key=lambda info: (info.start, info.end))
 
 
-def read_chunks(file: BinaryIO, info: TensorInfo, chunk: int = CHUNK) -> Iterator[memoryview]:
-    """The bytes of one tensor, in pieces; each piece is valid until the next one is asked for.
+def fill(file: BinaryIO, buffer: memoryview, what: str) -> None:
+    """Read until ``buffer`` is full.
 
     Raises:
         PEagleError: The file ends early (it changed while it was read).
     """
+    at = 0
+    while at < len(buffer):
+        got = file.readinto(buffer[at:])  # type: ignore[attr-defined]
+        if not got:
+            raise PEagleError(f"{what} ends early", "the file changed while it was read", "try again")
+        at += got
+
+
+def read_chunks(file: BinaryIO, info: TensorInfo, chunk: int = CHUNK) -> Iterator[memoryview]:
+    """The bytes of one tensor in pieces of ``chunk``; each piece is valid until the next one is asked for."""
     buffer = memoryview(bytearray(min(chunk, max(info.end - info.start, 1))))
     file.seek(info.start)
     left = info.end - info.start
     while left:
-        got = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]
-        if not got:
-            raise PEagleError(f"{info.file} ends within {info.name}", "it changed while it was read", "try again")
-        left -= got
-        yield buffer[:got]
+        piece = buffer[: min(left, len(buffer))]
+        fill(file, piece, f"{info.file} {info.name}")
+        left -= len(piece)
+        yield piece
+
+
+def is_finite(piece: memoryview | bytes | bytearray, dtype: str) -> bool:
+    """Whether all values in the bytes of a tensor are finite; integers always are."""
+    torch_dtype = TORCH_DTYPES[dtype]
+    if not torch_dtype.is_floating_point or not len(piece):
+        return True
+    values = torch.frombuffer(piece, dtype=torch_dtype)
+    if torch_dtype.itemsize == 2:  # the exponent is all ones for inf and NaN; integers are quicker than isfinite
+        exponent = 0x7F80 if torch_dtype == torch.bfloat16 else 0x7C00
+        return int((values.view(torch.int16) & 0x7FFF).max()) < exponent
+    return bool(values.isfinite().all())
 
 
 def read_tensor(folder: Path, info: TensorInfo, rows: Optional[slice] = None) -> torch.Tensor:
@@ -106,13 +127,10 @@ def read_tensor(folder: Path, info: TensorInfo, rows: Optional[slice] = None) ->
     if rows is not None:
         first, last, _ = rows.indices(info.shape[0])
         start, stop, shape = info.start + first * row_bytes, info.start + last * row_bytes, (last - first, *info.shape[1:])
-    part = TensorInfo(info.file, info.name, shape, info.dtype, start, stop)
     data = bytearray(stop - start)
     with (folder / info.file).open("rb", buffering=0) as file:
-        at = 0
-        for piece in read_chunks(file, part):
-            data[at : at + len(piece)] = piece
-            at += len(piece)
+        file.seek(start)
+        fill(file, memoryview(data), f"{info.file} {info.name}")
     if not data:
         return torch.empty(shape, dtype=info.torch_dtype)
     return torch.frombuffer(data, dtype=info.torch_dtype).view(shape)
