@@ -10,12 +10,12 @@ import logging
 from dataclasses import dataclass
 from typing import Iterable
 
-import torch
+import numpy as np
 
 from sgl_peagle.aux_layers import capture_points, to_sglang
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads.reader import Head
-from sgl_peagle.heads.safetensors_io import is_finite, read_chunks, read_tensor
+from sgl_peagle.heads.safetensors_io import is_finite, read_chunks, read_values
 from sgl_peagle.heads.target import TargetInfo
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,10 @@ def _where(head: Head, canonical: str) -> str:
     return f"{head.folder}: {info.file} {info.name}"
 
 
-def draft_ids(head: Head) -> torch.Tensor:
+def draft_ids(head: Head) -> np.ndarray:
     """Target id of every draft id, [draft vocabulary] int64."""
-    ids = torch.arange(head.config.draft_vocab_size)
-    return ids + read_tensor(head.folder, head.tensors["d2t"]).long() if head.has("d2t") else ids
+    ids = np.arange(head.config.draft_vocab_size, dtype=np.int64)
+    return ids + read_values(head.folder, head.tensors["d2t"]) if head.has("d2t") else ids
 
 
 def _draft_vocabulary(head: Head) -> Check:
@@ -80,15 +80,15 @@ def _draft_vocabulary(head: Head) -> Check:
     ids = draft_ids(head)
     why, fix = "d2t holds offsets (target id - draft id)", "use the d2t that belongs to this head"
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        at = int(((ids < 0) | (ids >= vocab)).nonzero()[0])
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab))[0])
         detail = f"{_where(head, 'd2t')} maps draft id {at} to target id {int(ids[at])}, outside 0 ... {vocab - 1}"
         return Check(name, "fail", detail, why + "; absolute ids or a foreign map lead out of the vocabulary", fix)
-    unique, counts = ids.unique(return_counts=True)
+    unique, counts = np.unique(ids, return_counts=True)
     if len(unique) != len(ids):
         target = int(unique[counts > 1][0])
         detail = f"{_where(head, 'd2t')} maps several draft ids to target id {target}"
         return Check(name, "fail", detail, why + "; each draft id stands for another token", fix)
-    identity = bool((ids == torch.arange(len(ids))).all())
+    identity = bool((ids == np.arange(len(ids))).all())
     return Check(name, "pass", f"{len(ids)} distinct target ids" + (", the identity" if identity else ""))
 
 
@@ -96,13 +96,12 @@ def _vocabulary_mask(head: Head) -> Check:
     name = "vocabulary mask (t2d)"
     if not head.has("t2d"):
         return Check(name, "skip", "no t2d: it follows from d2t")
-    t2d = read_tensor(head.folder, head.tensors["t2d"])
-    ids = draft_ids(head).clamp(0, head.config.vocab_size - 1)
-    expected = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-    expected[ids] = True
-    if torch.equal(t2d != 0, expected):
+    t2d = read_values(head.folder, head.tensors["t2d"]) != 0
+    expected = np.zeros(head.config.vocab_size, dtype=bool)
+    expected[draft_ids(head).clip(0, head.config.vocab_size - 1)] = True
+    if np.array_equal(t2d, expected):
         return Check(name, "pass", "marks exactly the ids that d2t leads to")
-    at = int(((t2d != 0) != expected).nonzero()[0])
+    at = int(np.flatnonzero(t2d != expected)[0])
     detail = f"{_where(head, 't2d')} and d2t disagree, first at target id {at}"
     why = "both describe one draft vocabulary, and which is right cannot be told"
     return Check(name, "fail", detail, why, "use the d2t and t2d that belong together")
@@ -111,30 +110,30 @@ def _vocabulary_mask(head: Head) -> Check:
 def _mask_row(head: Head) -> Check:
     name, mask_id = "MASK embedding row", head.config.mask_token_id
     if head.has("embed_mask_row"):
-        where, row = _where(head, "embed_mask_row"), read_tensor(head.folder, head.tensors["embed_mask_row"])
+        where, row = _where(head, "embed_mask_row"), read_values(head.folder, head.tensors["embed_mask_row"])
     elif head.has("embed_tokens.weight"):
-        rows = read_tensor(head.folder, head.tensors["embed_tokens.weight"], slice(mask_id, mask_id + 1))
-        where, row = f"{_where(head, 'embed_tokens.weight')} row {mask_id} (the mask token id)", rows[0]
+        row = read_values(head.folder, head.tensors["embed_tokens.weight"], slice(mask_id, mask_id + 1))
+        where = f"{_where(head, 'embed_tokens.weight')} row {mask_id} (the mask token id)"
     else:
         why = "published heads were trained with a MASK row of their own; without it acceptance usually falls"
         return Check(name, "warn", f"{head.folder} has no embedding; the target's is used", why, "use the full checkpoint")
-    if not bool(row.float().isfinite().all()):
+    if not bool(np.isfinite(row).all()):
         return Check(name, "fail", f"{where} is not finite", "every draft after the first would be", "download it again")
     if not bool(row.any()):
         why = "that row was not trained: the id is wrong, or it was the embedding's padding index in training"
         return Check(name, "fail", f"{where} is all zeros", why, "give the mask token id that the head was trained with")
-    return Check(name, "pass", f"finite, norm {float(row.float().norm()):.3g}")
+    return Check(name, "pass", f"finite, norm {float(np.linalg.norm(row)):.3g}")
 
 
 def _mask_hidden(head: Head) -> Check:
     name, where = "learned hidden state (mask_hidden)", _where(head, "mask_hidden")
-    values = read_tensor(head.folder, head.tensors["mask_hidden"]).float()
-    if not bool(values.isfinite().all()):
+    values = read_values(head.folder, head.tensors["mask_hidden"])
+    if not bool(np.isfinite(values).all()):
         return Check(name, "fail", f"{where} is not finite", "every draft after the first would be", "download it again")
     if not bool(values.any()):
         why = "it was not trained, so drafts after the first will rarely hit"
         return Check(name, "warn", f"{where} is all zeros", why, "use the checkpoint that training ended with")
-    return Check(name, "pass", f"finite, norm {float(values.norm()):.3g}")
+    return Check(name, "pass", f"finite, norm {float(np.linalg.norm(values)):.3g}")
 
 
 def scan(head: Head) -> Check:

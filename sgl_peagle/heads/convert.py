@@ -1,6 +1,6 @@
 """Writing a head in another format: streamed, checked, verified by reading back, and moved into place at the end.
 
-Pieces of 16 MiB pass from the source files to the new file, so memory does not grow with the head. Nothing exists at
+Pieces of a few MiB pass from the source files to the new file, so memory does not grow with the head. Nothing exists at
 the destination until everything was written and compared; an interrupted run removes its temporary folder (one
 that is killed outright leaves ``.NAME.partial-*`` beside the destination, never a partial destination).
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
-import torch
+import numpy as np
 
 from sgl_peagle import __version__
 from sgl_peagle.aux_layers import capture_points
@@ -30,7 +30,17 @@ from sgl_peagle.heads.formats.base import cannot_express
 from sgl_peagle.heads.keys import read_json_object
 from sgl_peagle.heads.pieces import Copied, Output, Rebuilt, Small, Source, cast, embedding_difference
 from sgl_peagle.heads.reader import Head, read_head
-from sgl_peagle.heads.safetensors_io import CHUNK, Planned, TensorInfo, fill, header_bytes, is_finite, read_chunks, read_tensor
+from sgl_peagle.heads.safetensors_io import (
+    CHUNK,
+    Planned,
+    TensorInfo,
+    equal_bytes,
+    fill,
+    header_bytes,
+    is_finite,
+    read_bytes,
+    read_chunks,
+)
 from sgl_peagle.heads.target import read_target, target_embedding
 
 WEIGHTS = "model.safetensors"
@@ -162,16 +172,15 @@ def _outputs(
         outputs.append(Output(Planned(to.file_name(canonical), kind, shape), source, origin))
 
     for canonical, info in head.tensors.items():  # in the order of the source files
-        kind = dtype if dtype and info.torch_dtype.is_floating_point else info.dtype
+        kind = dtype if dtype and info.is_float else info.dtype
         shape = (1, 1, config.aux_width) if canonical == "mask_hidden" else info.shape
         if canonical == "embed_tokens.weight" and config.embed_from_target:
             mask = config.mask_token_id
-            row = read_tensor(head.folder, info, slice(mask, mask + 1))[0]
-            source = Small(torch.frombuffer(bytearray(cast(_bytes(row), info, kind)), dtype=torch.uint8))
-            add("embed_mask_row", kind, (config.hidden_size,), source)
+            row = memoryview(read_bytes(head.folder, info, slice(mask, mask + 1)))
+            add("embed_mask_row", kind, (config.hidden_size,), Small(bytes(cast(row, info, kind))))
         elif canonical == "embed_mask_row" and not config.embed_from_target:
-            row = read_tensor(head.folder, info)
-            assert table is not None
+            row = memoryview(read_bytes(head.folder, info))
+            assert table is not None  # make_plan asks for a target
             shape = (config.vocab_size, config.hidden_size)
             if table[1].shape != shape:
                 raise PEagleError(
@@ -179,18 +188,14 @@ def _outputs(
                     "the head was made for another target",
                     "pass the target that the head was trained for as --target",
                 )
-            add("embed_tokens.weight", kind, shape, Rebuilt(*table, kind, row, config.mask_token_id))
+            add("embed_tokens.weight", kind, shape, Rebuilt(*table, kind, bytes(cast(row, info, kind)), config.mask_token_id))
         else:
             add(canonical, kind, shape, Copied(head.folder, info, kind), info)
     if to.name == "speculators" and head.has("d2t") and not head.has("t2d"):
-        t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+        t2d = np.zeros(config.vocab_size, dtype=bool)
         t2d[draft_ids(head)] = True
-        add("t2d", "BOOL", (config.vocab_size,), Small(t2d))
+        add("t2d", "BOOL", (config.vocab_size,), Small(t2d.tobytes()))
     return tuple(outputs)
-
-
-def _bytes(row: torch.Tensor) -> memoryview:
-    return memoryview(row.contiguous().view(torch.uint8).numpy())
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
@@ -351,29 +356,30 @@ def _verify(plan: Plan, work: Path) -> None:
     if found.format.name != plan.to.name or found.config != plan.config:
         refuse("config.json")
     written = {info.name: info for info in found.tensors.values()}
-    with (work / WEIGHTS).open("rb", buffering=0) as file:
-        for output in plan.outputs:
-            info = written.pop(output.planned.name)
-            file.seek(info.start)
-            total, buffer = 0, memoryview(bytearray(1))
-            for piece in output.source.pieces():
-                if len(buffer) < len(piece):
-                    buffer = memoryview(bytearray(len(piece)))
-                mine = buffer[: len(piece)]
-                fill(file, mine, info.name)
-                total += len(piece)
-                if not _same(mine, piece):
-                    refuse(info.name)
-            if total != info.end - info.start:
-                refuse(info.name)
-    if written:
-        refuse(", ".join(written))
+    if set(written) != {output.planned.name for output in plan.outputs}:
+        refuse("the list of tensors")
+    largest_first = sorted(plan.outputs, key=lambda output: -output.planned.size)
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda output: _is_written(output, work / WEIGHTS, written[output.planned.name]), largest_first)
+        for output, same in zip(largest_first, results):
+            if not same:
+                refuse(output.planned.name)
 
 
-def _same(a: memoryview, b: memoryview) -> bool:
-    """Byte equality (through torch: comparing memoryviews element by element is slow)."""
-    left, right = (torch.frombuffer(m, dtype=torch.uint8) for m in (a, b))
-    return torch.equal(left, right)
+def _is_written(output: Output, path: Path, info: TensorInfo) -> bool:
+    """Whether the file holds exactly the bytes that a tensor was made from."""
+    at, buffer = info.start, memoryview(bytearray(1))
+    with path.open("rb", buffering=0) as file:
+        file.seek(at)
+        for piece in output.source.pieces():
+            if len(buffer) < len(piece):
+                buffer = memoryview(bytearray(len(piece)))
+            mine = buffer[: len(piece)]
+            fill(file, mine, info.name)
+            at += len(piece)
+            if not equal_bytes(mine, piece):
+                return False
+    return at == info.end
 
 
 def _record(plan: Plan, inputs: list[dict[str, Any]], origin: str, revision: Optional[str]) -> dict[str, Any]:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, Optional, Protocol
 
-import torch
+import numpy as np
 
 from sgl_peagle.errors import PEagleError
-from sgl_peagle.heads.safetensors_io import TORCH_DTYPES, Planned, TensorInfo, is_finite, read_chunks, read_tensor
+from sgl_peagle.heads.safetensors_io import Planned, TensorInfo, is_finite, read_bytes, read_chunks
+
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Source(Protocol):
@@ -34,39 +36,34 @@ class Copied:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The full embedding: the target's table with the head's MASK row."""
+    """The full embedding: the target's table with the bytes of the head's MASK row (already in ``dtype``)."""
 
     folder: Path
     info: TensorInfo
     dtype: str
-    row: torch.Tensor
+    row: bytes
     row_index: int
 
     def pieces(self) -> Iterator[memoryview]:
-        at, width = self.row_index * self.row.numel(), self.row.numel()
-        row = self.row.to(TORCH_DTYPES[self.dtype])
-        done = 0  # values so far
+        at, done = self.row_index * len(self.row), 0
         with (self.folder / self.info.file).open("rb", buffering=0) as file:
             for piece in read_chunks(file, self.info):
                 data = cast(piece, self.info, self.dtype)
-                values = torch.frombuffer(data, dtype=row.dtype)
-                first, last = max(at, done), min(at + width, done + len(values))
+                first, last = max(at, done), min(at + len(self.row), done + len(data))
                 if first < last:
-                    values[first - done : last - done] = row[first - at : last - at]
-                done += len(values)
+                    data[first - done : last - done] = self.row[first - at : last - at]
+                done += len(data)
                 yield data
 
 
 @dataclass(frozen=True)
 class Small:
-    """A small tensor held in memory."""
+    """A small tensor's bytes."""
 
-    tensor: torch.Tensor
+    data: bytes
 
     def pieces(self) -> Iterator[memoryview]:
-        if self.tensor.numel():
-            flat = self.tensor.contiguous().reshape(-1)
-            yield memoryview(flat.view(torch.uint8).numpy())
+        yield memoryview(bytearray(self.data))
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,10 @@ def cast(piece: memoryview, info: TensorInfo, dtype: str) -> memoryview:
     """
     if dtype == info.dtype:
         return piece
-    values = torch.frombuffer(piece, dtype=info.torch_dtype).to(TORCH_DTYPES[dtype])
-    data = memoryview(values.view(torch.uint8).numpy())
+    import torch  # only here: NumPy knows no bfloat16
+
+    values = torch.frombuffer(piece, dtype=getattr(torch, _TORCH_NAMES[info.dtype]))
+    data = memoryview(values.to(getattr(torch, _TORCH_NAMES[dtype])).view(torch.uint8).numpy())
     if not is_finite(data, dtype) and is_finite(piece, info.dtype):
         raise PEagleError(
             f"{info.file} {info.name} has values beyond the range of {dtype}",
@@ -104,18 +103,20 @@ def cast(piece: memoryview, info: TensorInfo, dtype: str) -> memoryview:
 def embedding_difference(
     head_folder: Path, own: TensorInfo, target_folder: Path, theirs: TensorInfo, mask_id: int
 ) -> Optional[int]:
-    """First row except ``mask_id`` in which a head's embedding differs from the target's, or None.
+    """First row except ``mask_id`` whose bits differ between a head's embedding and the target's, or None.
 
     The target's values are compared in the head's dtype.
     """
-    rows, step = own.shape[0], max(1, (8 << 20) // max(1, own.shape[1] * 4))
+    rows, row_bytes = own.shape[0], (own.end - own.start) // own.shape[0]
+    step = max(1, (8 << 20) // row_bytes)
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
-        mine = read_tensor(head_folder, own, part)
-        other = read_tensor(target_folder, theirs, part).to(mine.dtype)
-        differs = (mine != other).any(dim=1)
+        mine = np.frombuffer(read_bytes(head_folder, own, part), np.uint8).reshape(-1, row_bytes)
+        piece = memoryview(read_bytes(target_folder, theirs, part))
+        other = np.frombuffer(cast(piece, theirs, own.dtype), np.uint8).reshape(-1, row_bytes)
+        differs = (mine != other).any(axis=1)
         if start <= mask_id < start + len(mine):
             differs[mask_id - start] = False
-        if bool(differs.any()):
-            return start + int(differs.nonzero()[0])
+        if differs.any():
+            return start + int(np.flatnonzero(differs)[0])
     return None

@@ -16,11 +16,10 @@ from sgl_peagle.heads.config import MASK_ID_ENV, PEagleHeadConfig
 from sgl_peagle.heads.formats import HeadFormat, detect
 from sgl_peagle.heads.keys import read_json_object
 from sgl_peagle.heads.names import expected_shapes, optional_shapes
-from sgl_peagle.heads.safetensors_io import TensorInfo, read_headers
+from sgl_peagle.heads.safetensors_io import FLOATS, TensorInfo, read_headers
 
 INDEX = "model.safetensors.index.json"
 
-_FLOATS = ("F32", "BF16", "F16", "F64")
 _DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64")}
 
 
@@ -213,10 +212,10 @@ def _check_tensors(config: PEagleHeadConfig, tensors: Mapping[str, TensorInfo], 
                 f"config.json asks for {' or '.join(str(list(shape)) for shape in shapes)}",
                 "correct config.json, or use the weights that belong to it",
             )
-        if info.dtype not in _DTYPES.get(name, _FLOATS):
+        if info.dtype not in _DTYPES.get(name, FLOATS):
             raise PEagleError(
                 f"{where} has dtype {info.dtype}",
-                f"{' or '.join(_DTYPES.get(name, _FLOATS))} is expected; a quantized head cannot be read",
+                f"{' or '.join(_DTYPES.get(name, FLOATS))} is expected; a quantized head cannot be read",
                 "use the head's unquantized weights",
             )
     missing = sorted(set(required) - set(tensors))

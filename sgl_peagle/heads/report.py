@@ -50,7 +50,7 @@ class Report:
         """For a terminal."""
         head, config = self.head, self.head.config
         total = sum(i.end - i.start for i in head.tensors.values())
-        dtypes = sorted({i.dtype for i in head.tensors.values() if i.torch_dtype.is_floating_point})
+        dtypes = sorted({i.dtype for i in head.tensors.values() if i.is_float})
         options = [
             name
             for name in ("attention_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "embed_from_target")
