@@ -1,7 +1,7 @@
 """Time ``sgl-peagle convert`` on a synthetic head of the gpt-oss-20b shape (3.6 GB) against ``cp``, and its memory.
 
 Both run in turn, several times, from a warm page cache, each followed by ``sync`` inside the timed part, so that
-neither gains by leaving its bytes unwritten. Needs about 11 GB of disk under ``--scratch``; removes what it wrote.
+neither gains by leaving its bytes unwritten (convert flushes its file itself; cp does not). Needs about 11 GB of disk under ``--scratch``; removes what it wrote.
 
     python bench/convert_head.py --scratch /var/tmp --out bench/results/convert_head.json
 """
@@ -67,18 +67,28 @@ def write_head(folder: Path) -> int:
     return sum(tensor.size for tensor in planned)
 
 
-def run(command: list[str]) -> tuple[float, int]:
-    """Seconds (with a final sync) and peak resident kilobytes of a command."""
+#: Runs the command line and leaves its peak resident memory behind. (``ru_maxrss`` would count this process's own
+#: memory from before the exec.)
+CHILD = """
+import atexit, sys
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    open(sys.argv.pop(), "w").write(next(l.split()[1] for l in lines if l.startswith("VmHWM")))
+path = sys.argv[-1]
+atexit.register(peak)
+from sgl_peagle.cli import main
+main(sys.argv[1:-1])
+"""
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """Seconds of a command with and without a final sync."""
     os.sync()
     start = time.perf_counter()
-    process = subprocess.Popen(command)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    subprocess.run(command, check=True)
+    unsynced = time.perf_counter() - start
     os.sync()
-    seconds = time.perf_counter() - start
-    if process.returncode:
-        raise SystemExit(f"{command} failed with {process.returncode}")
-    return seconds, usage.ru_maxrss
+    return time.perf_counter() - start, unsynced
 
 
 def main() -> None:
@@ -88,28 +98,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--to", default="speculators")
     args = parser.parse_args()
-    code = "from sgl_peagle.cli import main; main()"
     work = Path(tempfile.mkdtemp(prefix="convert-bench-", dir=args.scratch))
     try:
         size = write_head(work / "head")
         copies, conversions, peak = [], [], 0
         for _ in range(args.rounds):
-            copies.append(run(["cp", "-r", str(work / "head"), str(work / "copy")])[0])
+            copies.append(run(["cp", "-r", str(work / "head"), str(work / "copy")]))
             shutil.rmtree(work / "copy")
-            command = [sys.executable, "-c", code, "convert", str(work / "head"), str(work / "out"), "--to", args.to]
-            seconds, kilobytes = run(command)
-            conversions.append(seconds)
-            peak = max(peak, kilobytes)
+            command = [sys.executable, "-c", CHILD, "convert", str(work / "head"), str(work / "out"), "--to", args.to]
+            conversions.append(run([*command, str(work / "peak")]))
+            peak = max(peak, int((work / "peak").read_text()))
             shutil.rmtree(work / "out")
     finally:
         shutil.rmtree(work)
+    copied, converted = [s for s, _ in copies], [s for s, _ in conversions]
     result = {
         "head_bytes": size,
         "to": args.to,
-        "cp_seconds": [round(s, 2) for s in copies],
-        "convert_seconds": [round(s, 2) for s in conversions],
-        "ratio_of_medians": round(statistics.median(conversions) / statistics.median(copies), 3),
-        "ratio_per_round": [round(c / p, 3) for c, p in zip(conversions, copies)],
+        "cp_seconds": [round(s, 2) for s in copied],
+        "convert_seconds": [round(s, 2) for s in converted],
+        "ratio_of_medians": round(statistics.median(converted) / statistics.median(copied), 3),
+        "ratio_per_round": [round(c / p, 3) for c, p in zip(converted, copied)],
+        "cp_seconds_before_sync": [round(s, 2) for _, s in copies],
+        "convert_seconds_before_sync": [round(s, 2) for _, s in conversions],
         "peak_rss_mb": round(peak / 1024, 1),
         "cpus": os.cpu_count(),
         "load_average_after": [round(x, 2) for x in os.getloadavg()],

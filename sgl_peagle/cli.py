@@ -97,8 +97,7 @@ def convert(
     Exit status: 0 written and read back (or, with --dry-run, could be), 1 refused, 2 wrong usage.
     """
     from sgl_peagle.heads import convert as conversion
-    from sgl_peagle.heads.reader import read_head
-    from sgl_peagle.heads.report import revision_of
+    from sgl_peagle.heads.reader import read_head, revision_of
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary folder is removed
     try:

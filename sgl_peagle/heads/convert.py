@@ -12,11 +12,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any, Optional
 
 import numpy as np
 
@@ -34,12 +33,14 @@ from sgl_peagle.heads.safetensors_io import (
     CHUNK,
     Planned,
     TensorInfo,
+    copy_range,
     equal_bytes,
     fill,
     header_bytes,
     is_finite,
     read_bytes,
     read_chunks,
+    write_all,
 )
 from sgl_peagle.heads.target import read_target, target_embedding
 
@@ -222,14 +223,17 @@ def convert(plan: Plan, destination: Path, *, origin: str, revision: Optional[st
     destination.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
     try:
-        with ThreadPoolExecutor(1) as hasher, ThreadPoolExecutor(1) as scanner:  # one thread each keeps the order
-            inputs = _write_weights(plan, work / WEIGHTS, hasher, scanner)
-        (work / "config.json").write_text(json.dumps(plan.raw, indent=2) + "\n")
-        for file in plan.kept:
-            shutil.copyfile(file, work / file.name)
-        record = _record(plan, inputs, origin, revision)
+        with ThreadPoolExecutor(2) as beside:  # hashing takes longest: it runs beside everything else
+            inputs = beside.submit(_hash_inputs, plan)
+            _write_weights(plan, work / WEIGHTS)
+            on_disk = beside.submit(_flush, work / WEIGHTS)
+            (work / "config.json").write_text(json.dumps(plan.raw, indent=2) + "\n")
+            for file in plan.kept:
+                shutil.copyfile(file, work / file.name)
+            _verify(plan, work)
+            on_disk.result()  # before the destination exists, so that it is whole even if the power fails
+            record = _record(plan, inputs.result(), origin, revision)
         (work / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-        _verify(plan, work)
         work.chmod(0o755)  # mkdtemp's is private
         _move(work, destination)
     finally:
@@ -276,74 +280,40 @@ def _move(work: Path, destination: Path) -> None:
         shutil.rmtree(old.parent)
 
 
-def _write_weights(
-    plan: Plan, path: Path, hasher: ThreadPoolExecutor, scanner: ThreadPoolExecutor
-) -> list[dict[str, Any]]:
-    """One pass over the source files: hash, look for NaN, write. Returns the record of the inputs."""
-    by_origin = {(o.origin.file, o.origin.name): o for o in plan.outputs if o.origin is not None}
-    planned = [o.planned for o in plan.outputs]
+def _write_weights(plan: Plan, path: Path) -> None:
+    planned = [output.planned for output in plan.outputs]
     header = header_bytes(planned, {"format": "pt"})
-    starts, at = {}, len(header)
-    for tensor in planned:
-        starts[tensor.name] = at
-        at += tensor.size
-    inputs = []
     with path.open("wb", buffering=0) as out:
-        out.write(header)
-        for name in sorted({info.file for info in plan.head.tensors.values()}):
-            infos = sorted((i for i in plan.head.tensors.values() if i.file == name), key=lambda i: (i.start, i.end))
-            digest = hashlib.sha256()
-            with (plan.head.folder / name).open("rb", buffering=0) as file:
-                digest.update(file.read(infos[0].start))
-                for info in infos:
-                    output = by_origin.get((info.file, info.name))
-                    if output is not None:
-                        out.seek(starts[output.planned.name])
-                    for piece in _scanned(file, info, digest, hasher, scanner):
-                        if output is not None:
-                            out.write(cast(piece, info, output.planned.dtype))
-            inputs.append({"file": name, "bytes": infos[-1].end, "sha256": digest.hexdigest()})
+        write_all(out, memoryview(header))
+        at = len(header)
         for output in plan.outputs:
-            if output.origin is None:
-                out.seek(starts[output.planned.name])
+            if output.origin is not None and output.origin.dtype == output.planned.dtype:
+                with (plan.head.folder / output.origin.file).open("rb", buffering=0) as file:
+                    copy_range(file, output.origin, out, at)
+            else:
+                out.seek(at)
                 for piece in output.source.pieces():
-                    out.write(piece)
-        out.truncate(at)
-    for extra in ("config.json", *(file.name for file in plan.kept)):
-        data = (plan.head.folder / extra).read_bytes()
-        inputs.append({"file": extra, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+                    write_all(out, piece)
+            at += output.planned.size
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _hash_inputs(plan: Plan) -> list[dict[str, Any]]:
+    """Name, size and sha256 of every file of the source that was read."""
+    names = sorted({info.file for info in plan.head.tensors.values()})
+    inputs = []
+    for name in [*names, "config.json", *(file.name for file in plan.kept)]:
+        digest = hashlib.sha256()
+        with (plan.head.folder / name).open("rb", buffering=0) as file:
+            buffer = memoryview(bytearray(CHUNK))
+            while got := file.readinto(buffer):  # type: ignore[attr-defined]
+                digest.update(buffer[:got])
+            inputs.append({"file": name, "bytes": file.tell(), "sha256": digest.hexdigest()})
     return inputs
-
-
-def _scanned(
-    file: Any, info: TensorInfo, digest: Any, hasher: ThreadPoolExecutor, scanner: ThreadPoolExecutor
-) -> Iterator[memoryview]:
-    """A tensor's pieces; hashing and the search for NaN run beside the caller's writing."""
-    buffers = [memoryview(bytearray(min(CHUNK, max(1, info.end - info.start)))) for _ in range(2)]
-    running: deque[tuple[Future[None], Future[bool]]] = deque()
-
-    def settle() -> None:
-        hashed, finite = running.popleft()
-        hashed.result()
-        if not finite.result():
-            raise PEagleError(
-                f"{file.name}: NaN or infinity in {info.name}",
-                "drafts would be arbitrary",
-                "download the head again, or ask its author",
-            )
-
-    file.seek(info.start)
-    left, turn = info.end - info.start, 0
-    while left:
-        if len(running) == len(buffers):
-            settle()
-        piece = buffers[turn % len(buffers)][:left]
-        fill(file, piece, f"{info.file} {info.name}")
-        running.append((hasher.submit(digest.update, piece), scanner.submit(is_finite, piece, info.dtype)))
-        yield piece
-        left, turn = left - len(piece), turn + 1
-    while running:
-        settle()
 
 
 def _verify(plan: Plan, work: Path) -> None:
@@ -360,14 +330,21 @@ def _verify(plan: Plan, work: Path) -> None:
         refuse("the list of tensors")
     largest_first = sorted(plan.outputs, key=lambda output: -output.planned.size)
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda output: _is_written(output, work / WEIGHTS, written[output.planned.name]), largest_first)
+        results = pool.map(
+            lambda output: _is_written(output, plan.head.folder, work / WEIGHTS, written[output.planned.name]), largest_first
+        )
         for output, same in zip(largest_first, results):
             if not same:
                 refuse(output.planned.name)
+    passed = {output.origin.name for output in plan.outputs if output.origin is not None}
+    for info in plan.head.tensors.values():  # what was replaced must be sound as well
+        if info.name not in passed:
+            for piece in Copied(plan.head.folder, info, info.dtype).pieces():
+                _require_finite(piece, info.dtype, plan.head.folder / info.file, info.name)
 
 
-def _is_written(output: Output, path: Path, info: TensorInfo) -> bool:
-    """Whether the file holds exactly the bytes that a tensor was made from."""
+def _is_written(output: Output, folder: Path, path: Path, info: TensorInfo) -> bool:
+    """Whether the file holds exactly the bytes that a tensor was made from; NaN in them is refused here as well."""
     at, buffer = info.start, memoryview(bytearray(1))
     with path.open("rb", buffering=0) as file:
         file.seek(at)
@@ -379,7 +356,18 @@ def _is_written(output: Output, path: Path, info: TensorInfo) -> bool:
             at += len(piece)
             if not equal_bytes(mine, piece):
                 return False
+            name = output.origin.name if output.origin else info.name
+            _require_finite(piece, info.dtype, path if output.origin is None else folder / output.origin.file, name)
     return at == info.end
+
+
+def _require_finite(piece: memoryview, dtype: str, file: Path, name: str) -> None:
+    if not is_finite(piece, dtype):
+        raise PEagleError(
+            f"{file}: NaN or infinity in {name}",
+            "drafts would be arbitrary",
+            "download the head again, or ask its author",
+        )
 
 
 def _record(plan: Plan, inputs: list[dict[str, Any]], origin: str, revision: Optional[str]) -> dict[str, Any]:

@@ -71,6 +71,11 @@ def resolve_folder(path_or_id: str, revision: Optional[str] = None) -> Path:
         ) from error
 
 
+def revision_of(folder: Path) -> Optional[str]:
+    """The commit of a folder in the hub cache, None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
 def given_mask_id() -> Optional[int]:
     """The user's mask token id from the environment, or None.
 

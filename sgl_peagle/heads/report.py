@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Optional
 
 from sgl_peagle.heads.checks import Check, quick_checks, scan, target_checks
@@ -131,8 +130,3 @@ def _command(
     parts += ["--speculative-num-draft-tokens", str(verify_width(head.config.k_trained or DEFAULT_K))]
     prefix = f"{MASK_ID_ENV}={head.config.mask_token_id} " if head.format.name == "specforge" else ""
     return prefix + shlex.join(parts)
-
-
-def revision_of(folder: Path) -> Optional[str]:
-    """The commit of a folder in the hub cache, None for any other folder."""
-    return folder.name if folder.parent.name == "snapshots" else None

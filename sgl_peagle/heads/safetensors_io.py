@@ -9,6 +9,7 @@ that the command line need not wait for torch.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from sgl_peagle.errors import PEagleError
 
 #: Bytes read, checked and written at a time.
-CHUNK = 4 << 20
+CHUNK = 1 << 20
 
 #: safetensors' dtype name -> NumPy's. NumPy has no bfloat16: its bits are read as integers.
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
@@ -103,6 +104,30 @@ def read_chunks(file: BinaryIO, info: TensorInfo, chunk: int = CHUNK) -> Iterato
         fill(file, piece, f"{info.file} {info.name}")
         left -= len(piece)
         yield piece
+
+
+def copy_range(source: BinaryIO, info: TensorInfo, out: BinaryIO, at: int) -> None:
+    """Copy a tensor's bytes to position ``at`` of another file; within the kernel where the system can."""
+    done, size = 0, info.end - info.start
+    try:
+        while done < size:
+            moved = os.copy_file_range(source.fileno(), out.fileno(), size - done, info.start + done, at + done)
+            if not moved:
+                break
+            done += moved
+    except (AttributeError, OSError):  # not Linux, or two file systems that cannot: done bytes stay as they are
+        pass
+    if done < size:
+        rest = TensorInfo(info.file, info.name, info.shape, info.dtype, info.start + done, info.end)
+        out.seek(at + done)
+        for piece in read_chunks(source, rest):
+            write_all(out, piece)
+
+
+def write_all(out: BinaryIO, piece: memoryview) -> None:
+    """Write a whole piece (an unbuffered file may take a part of it)."""
+    while len(piece):
+        piece = piece[out.write(piece) :]
 
 
 def is_finite(piece: memoryview | bytes | bytearray, dtype: str) -> bool:
