@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Optional
+from typing import Any, Iterator, NoReturn, Optional
 
 import click
 
@@ -44,6 +45,18 @@ def _fail(error: PEagleError, as_json: bool) -> NoReturn:
         click.echo(json.dumps({"ok": False, "error": {"what": error.what, "why": error.why, "fix": error.fix}}, indent=2))
         sys.exit(1)
     raise click.ClickException(str(error)) from error
+
+
+@contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the command through ``finally`` clauses, with the usual status 128 + number."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda n, _frame: sys.exit(128 + n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @main.command()
@@ -99,17 +112,17 @@ def convert(
     from sgl_peagle.heads import convert as conversion
     from sgl_peagle.heads.reader import read_head, revision_of
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary folder is removed
     try:
         head = read_head(source, revision, mask_token_id)
-        plan = conversion.make_plan(
-            head, to, target=target, embed_from_target=embed_from_target, dtype=dtype
-        )
+        plan = conversion.make_plan(head, to, target=target, embed_from_target=embed_from_target, dtype=dtype)
         if dry_run:
             conversion.check_destination(plan, destination.expanduser().absolute(), force)
             result: dict[str, Any] = {"tensors": len(plan.outputs), "bytes": plan.size}
         else:
-            result = conversion.convert(plan, destination, origin=source, revision=revision_of(head.folder), force=force)
+            with _signals_exit():
+                result = conversion.convert(
+                    plan, destination, origin=source, revision=revision_of(head.folder), force=force
+                )
     except PEagleError as error:
         _fail(error, as_json)
     if as_json:

@@ -6,6 +6,8 @@ import hashlib
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -232,15 +234,28 @@ def test_an_interrupted_run_leaves_nothing(
     assert bits(read_head(str(tmp_path / "out"))) == before
 
 
-def test_termination_is_an_interruption(tmp_path: Path) -> None:
-    run(random_head(tmp_path / "source", mask_token_id=MASK), tmp_path / "out", "--to", "vllm")
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as stop:
-            handler(signal.SIGTERM, None)  # type: ignore[operator, misc]
-        assert stop.value.code == 143
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+SLOW = """
+import sys, time
+from sgl_peagle.cli import main
+from sgl_peagle.heads import convert
+def verify(*_):
+    print("written", flush=True)
+    time.sleep(60)
+convert._verify = verify
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_clean_up(number: signal.Signals, tmp_path: Path) -> None:
+    source = random_head(tmp_path / "source", mask_token_id=MASK)
+    command = [sys.executable, "-c", SLOW, "convert", str(source), str(tmp_path / "out"), "--to", "vllm"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "written\n"
+        assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".out.partial-")]
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("position", [0, 1000, -1])
