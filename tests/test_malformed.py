@@ -153,6 +153,7 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "index names a pickle": (sharded(index(lambda m: m.update({"fc.weight": "x.bin"}))), ("x.bin", "code")),
     "index lists a tensor that is nowhere": (sharded(index(lambda m: m.update({"x": "model-1-of-2.safetensors"}))), (INDEX, "x is in")),
     "index leaves a tensor out": (sharded(index(lambda m: m.pop("fc.weight"))), ("fc.weight", "does not list")),
+    "a file beside the index": (sharded(lambda f: save_file({"x": torch.ones(1)}, f / "more.safetensors")), ("more.safetensors",)),
     "index without weight_map": (sharded(file(INDEX, "{}")), (INDEX, "weight_map")),
     "index is huge": (sharded(file(INDEX, b" " * (17 << 20))), (INDEX, "bytes")),
     # tensors

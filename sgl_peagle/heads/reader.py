@@ -133,6 +133,13 @@ def weight_files(folder: Path) -> list[Path]:
                 "its tensors are part of the head",
                 "download the head again",
             )
+        others = sorted({path.name for path in folder.glob("*.safetensors")} - set(names))
+        if others:
+            raise PEagleError(
+                f"{folder}: {', '.join(others)} is not in {index.name}",
+                "SGLang would leave it out, and whether the head needs it cannot be told",
+                "remove the file, or the index if the file holds everything",
+            )
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
