@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 _PARSER = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
 
-#: Formats whose config says by itself that it is P-EAGLE. ``LlamaForCausalLMEagle3`` may be plain EAGLE-3, and with
-#: its model_type "llama" it needs no help.
-_UNMISTAKABLE = ("speculators", "specforge", "nemo", "peagle")
+#: Keys that tell a P-EAGLE head from a plain EAGLE-3 head of the same architecture name.
+_PARALLEL_KEYS = ("parallel_drafting", "ptd_token_id")
 
 
 def register_config_hook() -> None:
@@ -65,14 +64,16 @@ def parse_config(
 
 
 def _needs_help(raw: Mapping[str, Any]) -> bool:
+    """Whether a config is a P-EAGLE head's that transformers does not know, or that it might run code for."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if raw.get("model_type") in CONFIG_MAPPING and "auto_map" not in raw:
         return False
     try:
-        return config_format(raw, "config.json").name in _UNMISTAKABLE
+        name = config_format(raw, "config.json").name
     except PEagleError:  # a target, or another kind of draft: SGLang's to judge
         return False
+    return name not in ("vllm", "nemo") or any(raw.get(key) for key in _PARALLEL_KEYS)
 
 
 def llama_config(config: PEagleHeadConfig) -> Any:

@@ -21,6 +21,7 @@ from pair import HEAD, TARGET
 
 from sgl_peagle.aux_layers import capture_points, to_sglang
 from sgl_peagle.cli import main
+from sgl_peagle.draft_config import llama_config, parse_config
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads import read_head
 from sgl_peagle.heads.config import MASK_ID_ENV, PEagleHeadConfig, RopeConfig
@@ -139,6 +140,51 @@ def test_the_default_and_the_last_layer(architecture: str) -> None:
     else:
         with pytest.raises(PEagleError, match="last layer"):
             to_sglang((2, 12, num_layers), architecture, num_layers)
+
+
+# -- SGLang's config parser -------------------------------------------------------------------------------------------
+
+
+def parsed_by(folder: Path) -> str:
+    """Who parses a folder's config: "host", or the architecture that the plugin's hook answers with."""
+
+    def host(*_args: Any, **_kwargs: Any) -> Any:
+        return SimpleNamespace(architectures=["host"])
+
+    return parse_config(host, None, str(folder), trust_remote_code=True, revision=None).architectures[0]
+
+
+def test_only_heads_that_need_it_bypass_the_hosts_config_parser(tmp_path: Path) -> None:
+    code = {"AutoConfig": "evil.Config"}
+    for name in ("speculators", "peagle", "compact"):
+        assert parsed_by(write_as(HEAD, tmp_path / name, name)) == "PEagleLlamaForCausalLM"
+    for name in ("vllm", "nemo"):
+        assert parsed_by(write_as(HEAD, tmp_path / name, name)) == "host"
+        assert parsed_by(write_as(HEAD, tmp_path / f"{name}-code", name, auto_map=code)) == "PEagleLlamaForCausalLM"
+    assert parsed_by(TARGET) == "host"
+    eagle3 = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "auto_map": code}
+    others = [eagle3, {"architectures": ["XForCausalLM"], "model_type": "x"}, {"speculators_model_type": "eagle3"}]
+    for number, raw in enumerate(others):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(raw))
+        assert parsed_by(tmp_path / str(number)) == "host"
+    bad = write_as(HEAD, tmp_path / "bad", "peagle", hidden_size="128")
+    with pytest.raises(PEagleError, match="hidden_size"):
+        parsed_by(bad)
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}])
+def test_what_sglang_is_told(rope: Any, tmp_path: Path) -> None:
+    source = random_head(tmp_path / "head", mask_token_id=MASK, rope_scaling=rope, num_hidden_layers=3)
+    config = read_head(str(write_as(source, tmp_path / "spec", "speculators"))).config
+    told = llama_config(config)
+    for ours, theirs in {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads":
+                         "num_key_value_heads"}.items():  # fmt: skip
+        assert getattr(told, theirs) == getattr(config, ours)
+    for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings"):
+        assert getattr(told, name) == getattr(config, name)
+    assert told.rope_parameters["rope_theta"] == 10000.0
+    assert told.rope_parameters["rope_type"] == (rope or {"rope_type": "default"})["rope_type"]
 
 
 # -- inspect --------------------------------------------------------------------------------------------------------
