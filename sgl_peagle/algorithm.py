@@ -93,11 +93,12 @@ def register() -> None:
     from sglang.srt.configs.model_config import register_model_config_factory
     from sglang.srt.server_args import ServerArgs
 
-    from sgl_peagle.draft_config import model_config_factory
+    from sgl_peagle.draft_config import model_config_factory, register_config_hook
 
     if registered_algorithm(NAME) is not None:
         return
     register_model_config_factory(ServerArgs, model_config_factory)
+    register_config_hook()
 
     @SpeculativeAlgorithm.register(
         NAME, supports_overlap=True, validate_server_args=_validate, spec_class=PEagleAlgorithm

@@ -1,24 +1,102 @@
-"""The draft model's config as SGLang sees it.
+"""The draft model's config as SGLang sees it. Two official extension points lead there.
 
-SGLang would give a P-EAGLE head its EAGLE-3 class (the published architecture name is the same), which loads it
-silently wrong. Its official model-config factory hook lets the plugin hand over a config in which the
-architecture is ours and the aux layer ids are in SGLang's convention; every other config is SGLang's own.
+1. SGLang reads the draft's config.json with transformers' ``AutoConfig`` before it asks any plugin, and ends when
+   transformers does not know the ``model_type``. Heads saved by speculators have none (or ``speculator_model``), ours
+   have ``peagle``. A plugin hook around SGLang's config parser (``HookRegistry``, applied when plugins load) builds
+   a LLaMA config in memory for such heads, from what the head's own format says; every other config is left to
+   SGLang. Registering a class with ``AutoConfig`` would not help a config without ``model_type``. Heads that name
+   Python code (``auto_map``) take this way too, so that no code of theirs can run.
+2. SGLang would give a P-EAGLE head its EAGLE-3 class (the published architecture name is the same), which loads it
+   silently wrong. Its model-config factory lets the plugin hand over a config in which the architecture is ours and
+   the aux layer ids are in SGLang's convention; every other config is SGLang's own.
+
+Nothing is written to disk: all formats are served from the files as they were published.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional
 
 from sgl_peagle.aux_layers import capture_points, to_sglang
 from sgl_peagle.backends import drafter_backend
-from sgl_peagle.heads import Head, read_head
+from sgl_peagle.errors import PEagleError
+from sgl_peagle.heads import Head, PEagleHeadConfig, read_head
+from sgl_peagle.heads.formats import config_format
+from sgl_peagle.heads.formats.peagle import ARCHITECTURE
+from sgl_peagle.heads.reader import given_mask_id
 from sgl_peagle.layout import window_width
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
-#: The name under which the drafter class is registered.
-ARCHITECTURE = "PEagleLlamaForCausalLM"
+_PARSER = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
+
+#: Keys that tell a P-EAGLE head from a plain EAGLE-3 head of the same architecture name.
+_PARALLEL_KEYS = ("parallel_drafting", "ptd_token_id")
+
+
+def register_config_hook() -> None:
+    """Ask SGLang to run :func:`parse_config` around its config parser."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_PARSER, parse_config, HookType.AROUND)
+
+
+def parse_config(
+    original: Callable[..., Any],
+    parser: Any,
+    model: Any,
+    trust_remote_code: bool = False,
+    revision: Optional[str] = None,
+    **kwargs: Any,
+) -> Any:
+    """SGLang's ``HfModelConfigParser.parse``, and a LLaMA config for heads that transformers cannot read.
+
+    Raises:
+        PEagleError: The config says that it is a P-EAGLE head, and it cannot be parsed.
+    """
+    from transformers import PretrainedConfig
+
+    raw, _ = PretrainedConfig.get_config_dict(model, revision=revision, **kwargs)
+    if _needs_help(raw):
+        source = f"{model}: config.json"
+        raw = {key: value for key, value in raw.items() if key not in ("_commit_hash",)}
+        return llama_config(config_format(raw, source).parse(raw, source, given_mask_id()))
+    return original(parser, model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
+
+
+def _needs_help(raw: Mapping[str, Any]) -> bool:
+    """Whether a config is a P-EAGLE head's that transformers does not know, or that it might run code for."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if raw.get("model_type") in CONFIG_MAPPING and "auto_map" not in raw:
+        return False
+    try:
+        name = config_format(raw, "config.json").name
+    except PEagleError:  # a target, or another kind of draft: SGLang's to judge
+        return False
+    return name not in ("vllm", "nemo") or any(raw.get(key) for key in _PARALLEL_KEYS)
+
+
+def llama_config(config: PEagleHeadConfig) -> Any:
+    """A transformers ``LlamaConfig`` that describes a head to SGLang."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        architectures=[ARCHITECTURE],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=config.rope.parameters(),
+        attention_bias=config.attention_bias,
+        tie_word_embeddings=False,
+    )
 
 
 def model_config_factory(

@@ -25,10 +25,9 @@ from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
 from sglang.srt.utils import add_prefix
 from torch import nn
 
-from sgl_peagle.draft_config import ARCHITECTURE
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads import Head, PEagleHeadConfig, read_head
-from sgl_peagle.heads.names import canonical_name
+from sgl_peagle.heads.formats.peagle import ARCHITECTURE
 from sgl_peagle.kernels.hidden import window_hidden
 
 #: Parts of a merged parameter: suffix in the file -> (suffix in the model, shard).
@@ -58,7 +57,7 @@ class PEagleDraftExtendInput(EagleDraftExtendInput):
 
 
 class PEagleAttention(LlamaAttention):
-    """LLaMA attention; layer 0 reads [embedding ; hidden], which is twice as wide."""
+    """LLaMA attention; layer 0 reads [embedding ; hidden], twice as wide; optional q/k norms as in Qwen3."""
 
     def __init__(self, config: PEagleHeadConfig, hf_config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__(
@@ -84,6 +83,21 @@ class PEagleAttention(LlamaAttention):
                 quant_config=quant_config,
                 prefix=add_prefix("qkv_proj", prefix),
             )
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+
+    def forward_prepare_native(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The parent's, with Qwen3's norms of each query and key head before RoPE."""
+        if self.q_norm is None:
+            return super().forward_prepare_native(positions, hidden_states)
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
+        k = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
+        q, k = self.rotary_emb(positions, q, k)
+        return q, k, v
 
 
 class PEagleLayer(nn.Module):
@@ -140,6 +154,10 @@ class PEagleModel(nn.Module):
             if config.fc_norm
             else None
         )
+        # Compact heads bring the MASK row only; the table is the target's, which they must not change.
+        self.embed_mask_row = (
+            nn.Parameter(torch.empty(config.hidden_size), requires_grad=False) if config.embed_from_target else None
+        )
         # Raw, as in the file: it goes through the same projection as any aux hidden state, once, after loading.
         self.mask_hidden = nn.Parameter(torch.empty(config.aux_width), requires_grad=False)
         self.layers = nn.ModuleList(
@@ -147,6 +165,14 @@ class PEagleModel(nn.Module):
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=eps)
+
+    def embed(self, input_ids: torch.Tensor, mask_token_id: int) -> torch.Tensor:
+        """[R] ids -> [R, D] embeddings."""
+        embeds = self.embed_tokens(input_ids)
+        if self.embed_mask_row is None:
+            return embeds
+        is_mask = (input_ids == mask_token_id).unsqueeze(-1)
+        return torch.where(is_mask, self.embed_mask_row.to(embeds.dtype), embeds)
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """[N, A*H] raw aux hidden states -> [N, D]."""
@@ -224,7 +250,7 @@ class PEagleLlamaForCausalLM(nn.Module):
             because SGLang's graph runner hands out a copy of that one, which the next replay leaves alone.
         """
         spec_info: PEagleDraftExtendInput = self._captured_input or forward_batch.spec_info
-        embeds = self.model.embed_tokens(input_ids)
+        embeds = self.model.embed(input_ids, self.head.config.mask_token_id)
         projected = self.model.project(spec_info.hidden_states)
         hidden = window_hidden(projected, spec_info.hidden_rows, self.shared_hidden)
         residual: Optional[torch.Tensor] = None
@@ -256,7 +282,7 @@ class PEagleLlamaForCausalLM(nn.Module):
         params = dict(self.named_parameters())
         pending = set(self.head.tensors)
         for name, tensor in weights:
-            canonical = canonical_name(name)
+            canonical = self.head.canonical(name)
             if canonical not in pending:
                 raise PEagleError(
                     f"{self.head.folder}: unexpected tensor {name} while loading",

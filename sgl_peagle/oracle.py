@@ -47,7 +47,7 @@ def _require(config: Mapping[str, Any], key: str, where: str = "The head's confi
     return config[key]
 
 
-def _refuse_unsupported(config: Mapping[str, Any], names: Sequence[str]) -> None:
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Refuse by name what would otherwise be computed wrongly without an error."""
     layer_types = config.get("layer_types")
     # Without layer_types a bare window applies to every layer, unless the (Qwen-style) switch says that it is unused.
@@ -55,8 +55,6 @@ def _refuse_unsupported(config: Mapping[str, Any], names: Sequence[str]) -> None
     windowed |= any(kind != "full_attention" for kind in layer_types or ())
     why, fix = "The oracle computes LLaMA blocks with full attention only.", "Use a head without it."
     _check(not windowed, "The head's config asks for sliding-window layers.", why, fix)
-    normed = [name for name in names if name.endswith((".q_norm.weight", ".k_norm.weight"))]
-    _check(not normed, f"The head has q/k norms: {normed}.", why, fix)
     for key, known in (("hidden_act", ("silu", "swish")), ("logit_scale", (1,))):
         _check(config.get(key) in (None, *known), f"{key} {config.get(key)!r} is not supported.", why, fix)
 
@@ -221,7 +219,7 @@ class OracleHead:
     ``aux_width``, A*H, the width of a row of aux hidden states; ``dtype``.
 
     Raises KeyError for a missing tensor or config key. Raises ValueError for an unknown tensor, a wrong shape, a config
-    that contradicts the tensors, and what the oracle doesn't compute (sliding window, q/k norm, other RoPE types).
+    that contradicts the tensors, and what the oracle doesn't compute (sliding window, other RoPE types).
     """
 
     def __init__(
@@ -235,7 +233,7 @@ class OracleHead:
     ) -> None:
         precise = dtype in (torch.float32, torch.float64)
         _check(precise, f"dtype {dtype}.", "A reference must not be less precise than what it judges.", "Use float32.")
-        _refuse_unsupported(config, list(tensors))
+        _refuse_unsupported(config)
         self.dtype = dtype
         self._hidden: int = _require(config, "hidden_size")
         self._heads: int = _require(config, "num_attention_heads")
@@ -315,6 +313,8 @@ class OracleHead:
         norms = ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if index == 0 else ()))
         shapes |= {f"{name}.weight": (hidden,) for name in norms}
         prefix = "midlayer" if index == 0 and left.count("midlayer.") else f"layers.{index}"
+        if f"{prefix}.self_attn.q_norm.weight" in left:
+            shapes |= {f"self_attn.{name}_norm.weight": (self._head_dim,) for name in "qk"}
         return {name: left.weight(f"{prefix}.{name}", *shape) for name, shape in shapes.items()}
 
     def _own_or_target(self, left: _Tensors, name: str, target: Tensor | None, rows: int) -> Tensor:
@@ -453,6 +453,9 @@ class OracleHead:
         q = _linear(layer, "self_attn.q_proj", attended[first:]).view(queries, heads, dim)
         k = _linear(layer, "self_attn.k_proj", attended).view(rows, kv_heads, dim)
         v = _linear(layer, "self_attn.v_proj", attended).view(rows, kv_heads, dim)
+        if "self_attn.q_norm.weight" in layer:
+            q = _rms_norm(q, layer["self_attn.q_norm.weight"], self._eps)
+            k = _rms_norm(k, layer["self_attn.k_norm.weight"], self._eps)
         q, k = _rotate(q, cos[first:], sin[first:]), _rotate(k, cos, sin)
 
         # Query head h reads key/value head h // group; the queries of a group are stacked into one matrix.

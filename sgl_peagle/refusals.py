@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 from typing import Any, Callable, NamedTuple
 
-from sgl_peagle.aux_layers import capture_points, to_sglang
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads import Head
+from sgl_peagle.heads.checks import quick_checks, require, target_checks
+from sgl_peagle.heads.target import TargetInfo, target_folder, used_token_ids
 from sgl_peagle.settings import Settings, decide, head_of
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,6 @@ def check_target(head: Head, target: Any, settings: Settings, server_args: Any) 
     Raises:
         PEagleError: They do not belong together, or the target is of a kind PEAGLE does not serve.
     """
-    config, text = head.config, target.hf_text_config
     architecture = target.hf_config.architectures[0]
     if target.is_multimodal or target.model_is_mrope:
         raise PEagleError(
@@ -169,56 +169,32 @@ def check_target(head: Head, target: Any, settings: Settings, server_args: Any) 
             "the drafter sees text only: image tokens and 3-D positions do not reach it",
             "serve a text-only target",
         )
-    if config.target_hidden_size != text.hidden_size:
-        _wrong_target(f"the head was trained on hidden size {config.target_hidden_size}, the target's is {text.hidden_size}")
-    if config.vocab_size != text.vocab_size:
-        _wrong_target(f"the head's vocabulary has {config.vocab_size} tokens, the target's {text.vocab_size}")
-    if not 0 <= config.mask_token_id < config.vocab_size:
-        raise PEagleError(
-            f"mask token id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}",
-            "mask rows need an embedding row",
-            "correct mask_token_id in the head's config.json",
-        )
-    _check_mask_id(config.mask_token_id, text, target)
-    layers = text.num_hidden_layers
-    to_sglang(capture_points(config.aux_layer_ids, layers), architecture, layers)
-    for name, shared in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "LM head")):
-        if not head.has(name) and config.hidden_size != text.hidden_size:
-            raise PEagleError(
-                f"{head.folder} has no {name}, and its hidden size {config.hidden_size} is not the target's",
-                f"the target's {shared} cannot stand in for it",
-                "use a head that brings the tensor",
-            )
-    if not head.has("lm_head.weight") and config.draft_vocab_size != text.vocab_size:
-        raise PEagleError(
-            f"{head.folder} has no lm_head.weight, and its draft vocabulary is reduced",
-            "the target's LM head has other rows",
-            "use a head that brings lm_head.weight",
-        )
+    require(quick_checks(head))
+    require(target_checks(head, _target_info(target)))
     _check_context(head, target, settings, server_args)
 
 
-def _wrong_target(what: str) -> None:
-    raise PEagleError(
-        what, "head and target do not belong together", "pass the target that the head was trained for (--model-path)"
-    )
-
-
-def _check_mask_id(mask_id: int, text: Any, target: Any) -> None:
-    special: dict[int, str] = {}
-    generation = getattr(target, "hf_generation_config", None)
-    for source in (text, target.hf_config, generation):
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+def _target_info(target: Any) -> TargetInfo:
+    """The target as the head's checks want it, from SGLang's ``ModelConfig``."""
+    text, used = target.hf_text_config, {}
+    for source in (text, target.hf_config, getattr(target, "hf_generation_config", None)):
+        for key in ("bos_token_id", "eos_token_id"):
             value = getattr(source, key, None)
             for token in value if isinstance(value, (list, tuple)) else [value]:
                 if token is not None:
-                    special[int(token)] = key
-    if mask_id in special and special[mask_id] != "pad_token_id":
-        raise PEagleError(
-            f"mask token id {mask_id} is the target's {special[mask_id]}",
-            "the MASK embedding must mean nothing else; real text would look like a mask",
-            "correct mask_token_id in the head's config.json (vLLM's ptd_token_id)",
-        )
+                    used[int(token)] = key
+    try:
+        used = used_token_ids(target_folder(target.model_path, target.revision, local_only=True)) | used
+    except PEagleError as error:  # e.g. an object store: the ids above have to do
+        logger.warning("PEAGLE: the target's tokenizer files are not read (%s)", error.why)
+    return TargetInfo(
+        target.model_path,
+        target.hf_config.architectures[0],
+        text.hidden_size,
+        text.vocab_size,
+        text.num_hidden_layers,
+        used_ids=used,
+    )
 
 
 def _check_context(head: Head, target: Any, settings: Settings, server_args: Any) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from heads_for_tests import BASE, random_head
+from safetensors.torch import load_file
 
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads import read_head
-from sgl_peagle.heads.config import IGNORE_KEYS_ENV, parse_head_config
+from sgl_peagle.heads.config import IGNORE_KEYS_ENV
+from sgl_peagle.heads.formats import format_named
 
 MASK = 3
 
@@ -74,12 +76,15 @@ def test_an_index_cannot_leave_the_folder(tmp_path: Path) -> None:
     assert "b.safetensors" in refusal(folder).what
     index = {"weight_map": {"fc.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "does not list" in refusal(folder).what
+    index["weight_map"] = {name: "model.safetensors" for name in load_file(folder / "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert read_head(str(folder)).has("fc.weight")
 
 
 def config(**changes):
     raw = dict(BASE, mask_token_id=MASK) | changes
-    return parse_head_config({key: value for key, value in raw.items() if value is not None}, "config.json")
+    return format_named("vllm").parse({key: value for key, value in raw.items() if value is not None}, "config.json")
 
 
 def test_unknown_keys_are_refused_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

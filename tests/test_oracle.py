@@ -376,7 +376,7 @@ def test_unknown_tensor(name: str) -> None:
         ({"sliding_window": 2048}, {}, "sliding-window"),
         ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu'"),
         ({"logit_scale": 0.5}, {}, "logit_scale"),
-        ({}, {"midlayer.self_attn.q_norm.weight": torch.ones(16)}, "q/k norms"),
+        ({}, {"midlayer.self_attn.k_norm.weight": torch.ones(16)}, "nothing uses"),
         ({"num_key_value_heads": 4}, {}, "no multiple"),
         ({"head_dim": 8}, {}, "q_proj.weight' .* shape"),
         ({"norm_before_fc": True}, {}, "norm_before_fc is True"),

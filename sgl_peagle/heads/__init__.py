@@ -1,4 +1,4 @@
-"""P-EAGLE heads on disk: which folder, what its config says, which tensors it holds."""
+"""P-EAGLE heads on disk: which folder and format, what the config says, which tensors it holds."""
 
 from sgl_peagle.heads.config import PEagleHeadConfig, RopeConfig
 from sgl_peagle.heads.reader import Head, read_head

@@ -1,53 +1,17 @@
-"""``config.json`` of a P-EAGLE head in the vLLM/Amazon format, as one frozen object.
-
-Every key is used, listed as irrelevant with the reason, or refused by name: a misspelt or unsupported key must
-not silently change what a head computes.
-"""
+"""What a P-EAGLE head is, whatever format its files have: one frozen object."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Any, Mapping, Optional
+from typing import Any, Optional
 
 from sgl_peagle.errors import PEagleError
 
 #: Keys named here (comma separated) are accepted and ignored, at the user's own risk.
 IGNORE_KEYS_ENV = "SGL_PEAGLE_IGNORE_CONFIG_KEYS"
 
-#: Where a mask token id may stand, in the order of precedence that vLLM uses.
-MASK_ID_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-
-_USED = {
-    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "rms_norm_eps", "hidden_act",
-    "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
-    "norm_before_residual", "norm_before_fc", "fc_norm", "target_hidden_size", "num_aux_hidden_states",
-    "eagle_aux_hidden_state_layer_ids", "eagle_config", "dflash_config", "parallel_drafting", "num_depths",
-    "tie_word_embeddings", "layer_types", "sliding_window", "use_sliding_window", "partial_rotary_factor",
-    *MASK_ID_KEYS,
-}  # fmt: skip
-
-#: Known keys that cannot change a draft.
-_IRRELEVANT = {
-    key: reason
-    for reason, keys in {
-        "text generation belongs to the target": "bos_token_id eos_token_id pad_token_id use_cache "
-        "generation_config max_length min_length do_sample temperature top_k top_p",
-        "the dtype is the server's --dtype": "torch_dtype dtype",
-        "provenance": "_name_or_path transformers_version name_or_path auto_map tokenizer_class "
-        "training_commit data_manifest cod_ratio cod_floor down_sample_ratio down_sample_ratio_min",
-        "training only": "initializer_range attention_dropout pretraining_tp hidden_dropout gradient_checkpointing",
-        "no sliding window is used without layer_types or use_sliding_window": "max_window_layers",
-        "feeds an autoregressive drafter's next step, which a parallel drafter does not have": "norm_output",
-        "transformers' own output switches": "return_dict output_hidden_states output_attentions "
-        "chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type is_decoder "
-        "add_cross_attention cross_attention_hidden_size torchscript",
-    }.items()
-    for key in keys.split()
-}
-
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+#: The mask token id of a head whose files do not record it (SpecForge); the server has no flag for it.
+MASK_ID_ENV = "SGL_PEAGLE_MASK_TOKEN_ID"
 
 
 @dataclass(frozen=True)
@@ -64,6 +28,10 @@ class RopeConfig:
             return None
         return {"rope_type": self.rope_type, **dict(self.params)}
 
+    def parameters(self) -> dict[str, Any]:
+        """transformers 5's ``rope_parameters``."""
+        return {"rope_type": self.rope_type, "rope_theta": self.theta, **dict(self.params)}
+
 
 @dataclass(frozen=True)
 class PEagleHeadConfig:
@@ -76,7 +44,11 @@ class PEagleHeadConfig:
         num_aux: A, number of aux hidden states.
         draft_vocab_size: Rows of the LM head.
         mask_token_id: Id whose embedding the mask rows get.
+        qk_norm: Whether queries and keys are normalised per head before RoPE (Qwen3-type heads).
+        embed_from_target: Whether the head stores only the mask row of its embedding (``embed_mask_row``); all
+            other rows are the target's.
         k_trained: Depths the head was trained for, None when the config does not say.
+        target: Name of the target that the head was trained for, None when the config does not say.
     """
 
     hidden_size: int
@@ -98,8 +70,11 @@ class PEagleHeadConfig:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
+    qk_norm: bool = False
     tie_word_embeddings: bool = False
+    embed_from_target: bool = False
     k_trained: Optional[int] = None
+    target: Optional[str] = None
 
     @property
     def aux_width(self) -> int:
@@ -107,175 +82,40 @@ class PEagleHeadConfig:
         return self.num_aux * self.target_hidden_size
 
 
-def parse_head_config(raw: Mapping[str, Any], source: str) -> PEagleHeadConfig:
-    """Parse a vLLM/Amazon-format ``config.json``.
-
-    Args:
-        raw: The decoded JSON object.
-        source: What to call the file in messages.
+def check_config(config: PEagleHeadConfig, source: str) -> PEagleHeadConfig:
+    """Refuse values that contradict each other, in any format.
 
     Raises:
-        PEagleError: An unknown, missing, contradictory or unsupported key.
+        PEagleError: Naming the values.
     """
-    _refuse_unknown(raw, _USED | set(_IRRELEVANT), source)
-    _refuse_unsupported(raw, source)
-    hidden, heads = _require(raw, "hidden_size", source), _require(raw, "num_attention_heads", source)
-    vocab = _require(raw, "vocab_size", source)
-    aux_ids = _aux_layer_ids(raw, source)
-    num_aux = raw.get("num_aux_hidden_states") or (len(aux_ids) if aux_ids else 3)
-    if aux_ids and num_aux != len(aux_ids):
-        raise PEagleError(
-            f"{source}: num_aux_hidden_states is {num_aux} but {len(aux_ids)} aux layer ids are listed",
-            "the width of fc follows from one of them",
-            "correct num_aux_hidden_states",
-        )
-    if raw.get("norm_before_fc") and raw.get("fc_norm"):
-        raise PEagleError(
-            f"{source}: norm_before_fc and fc_norm are both set",
-            "a head has one norm over all aux hidden states or one per aux layer, never both",
-            "switch off the one that the head was not trained with",
-        )
-    return PEagleHeadConfig(
-        hidden_size=hidden,
-        target_hidden_size=raw.get("target_hidden_size") or hidden,
-        intermediate_size=_require(raw, "intermediate_size", source),
-        num_layers=_require(raw, "num_hidden_layers", source),
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or hidden // heads,
-        vocab_size=vocab,
-        draft_vocab_size=raw.get("draft_vocab_size") or vocab,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=_require(raw, "max_position_embeddings", source),
-        rope=_rope(raw, source),
-        aux_layer_ids=aux_ids,
-        num_aux=num_aux,
-        mask_token_id=_mask_token_id(raw, source),
-        attention_bias=bool(raw.get("attention_bias")),
-        norm_before_residual=bool(raw.get("norm_before_residual")),
-        norm_before_fc=bool(raw.get("norm_before_fc")),
-        fc_norm=bool(raw.get("fc_norm")),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
-        k_trained=raw.get("num_depths"),
-    )
-
-
-def _require(raw: Mapping[str, Any], key: str, source: str) -> Any:
-    if raw.get(key) is None:
-        raise PEagleError(
-            f"{source}: {key} is missing",
-            "the drafter cannot be built without it",
-            f"add {key} as the head was trained with, or download the head again",
-        )
-    return raw[key]
-
-
-def _refuse_unknown(raw: Mapping[str, Any], known: set[str], source: str) -> None:
-    ignored = {key.strip() for key in os.environ.get(IGNORE_KEYS_ENV, "").split(",")}
-    unknown = sorted(set(raw) - known - ignored)
-    if unknown:
-        raise PEagleError(
-            f"{source}: unknown key{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}",
-            "a key that is not understood may change what the head computes, which would only show as bad drafts",
-            f"remove the key, or set {IGNORE_KEYS_ENV}={','.join(unknown)} if it cannot matter",
-        )
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
-    """Refuse by name what this drafter would compute differently from the head's trainer."""
 
     def refuse(what: str, why: str, fix: str) -> None:
         raise PEagleError(f"{source}: {what}", why, fix)
 
-    if raw.get("model_type", "llama") != "llama":
+    if config.norm_before_fc and config.fc_norm:
         refuse(
-            f"model_type is {raw['model_type']!r}",
-            "the drafter has LLaMA-style blocks; other types differ in norms or attention",
-            "use a head with model_type 'llama'",
+            "norm_before_fc and fc_norm are both set",
+            "a head has one norm over all aux hidden states or one per aux layer, never both",
+            "switch off the one that the head was not trained with",
         )
-    if raw.get("parallel_drafting") is False:
+    if config.num_heads % config.num_kv_heads:
         refuse(
-            "parallel_drafting is false",
-            "the head was trained to draft one token at a time; drafting in parallel needs a P-EAGLE head",
-            "serve it with --speculative-algorithm EAGLE3",
+            f"num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}",
+            "query heads are shared out evenly among the key/value heads",
+            "correct one of them",
         )
-    if raw.get("hidden_act", "silu") != "silu":
-        refuse(f"hidden_act is {raw['hidden_act']!r}", "the drafter's MLP is SwiGLU", "use a head with silu")
-    if raw.get("mlp_bias"):
-        refuse("mlp_bias is true", "the drafter's MLP has no biases", "use a head without MLP biases")
-    if raw.get("partial_rotary_factor", 1) != 1:
-        refuse("partial_rotary_factor is not 1", "the drafter rotates whole heads", "use a head with full RoPE")
-    windowed = "sliding_attention" in (raw.get("layer_types") or ()) or raw.get("use_sliding_window")
-    if windowed or (raw.get("sliding_window") and "layer_types" not in raw and "use_sliding_window" not in raw):
+    if config.head_dim % 2:
+        refuse(f"head_dim is {config.head_dim}", "RoPE rotates pairs", "correct head_dim, hidden_size or the head count")
+    if not 0 <= config.mask_token_id < config.vocab_size:
         refuse(
-            "the head uses sliding-window attention",
-            "the drafter attends to the whole context; drafts would differ from training beyond the window",
-            "use a head with full attention",
+            f"mask token id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}",
+            "mask rows need an embedding row",
+            "correct the mask token id (mask_token_id or ptd_token_id, or the one that you gave)",
         )
-
-
-def _mask_token_id(raw: Mapping[str, Any], source: str) -> int:
-    found = (raw.get("dflash_config") or {}).get("mask_token_id")
-    for key in MASK_ID_KEYS:
-        found = raw.get(key) if found is None else found
-    if found is None:
-        raise PEagleError(
-            f"{source}: no mask token id (looked for dflash_config.mask_token_id, {', '.join(MASK_ID_KEYS)})",
-            "mask rows need the embedding of the id that the head was trained with; guessing it ruins acceptance",
-            "add mask_token_id to config.json, with the value used in training",
+    if config.draft_vocab_size > config.vocab_size:
+        refuse(
+            f"draft_vocab_size {config.draft_vocab_size} is larger than vocab_size {config.vocab_size}",
+            "draft ids map to distinct target ids",
+            "correct one of them",
         )
-    return int(found)
-
-
-def _aux_layer_ids(raw: Mapping[str, Any], source: str) -> Optional[tuple[int, ...]]:
-    """Capture points. The top-level list counts capture points (vLLM); the nested one layers (SGLang)."""
-    nested_config = dict(raw.get("eagle_config") or {})
-    nested = nested_config.pop("eagle_aux_hidden_state_layer_ids", None)
-    if nested_config.pop("use_aux_hidden_state", True) is False:
-        raise PEagleError(
-            f"{source}: eagle_config.use_aux_hidden_state is false",
-            "a P-EAGLE head reads aux hidden states of several target layers",
-            "use a head trained on aux hidden states",
-        )
-    _refuse_unknown(nested_config, set(), f"{source}, eagle_config")
-    top = raw.get("eagle_aux_hidden_state_layer_ids")
-    from_nested = None if nested is None else tuple(i + 1 for i in nested)
-    ids = from_nested if top is None else tuple(top)
-    if ids is None:
-        return None
-    if top is not None and from_nested is not None and from_nested != ids:
-        raise PEagleError(
-            f"{source}: eagle_aux_hidden_state_layer_ids {list(top)} contradicts eagle_config's {list(nested)}",
-            "the top-level list counts capture points (id i = output of layer i-1), the nested one layers",
-            "remove the wrong one",
-        )
-    if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
-        raise PEagleError(
-            f"{source}: aux layer ids {list(ids)} repeat or are negative",
-            "each id is one captured hidden state",
-            "list every capture point once",
-        )
-    return tuple(sorted(ids))  # engines concatenate in layer order, whatever the list's
-
-
-def _rope(raw: Mapping[str, Any], source: str) -> RopeConfig:
-    """RoPE in either spelling: rope_theta + rope_scaling, or transformers 5's rope_parameters."""
-    params = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = params.pop("rope_theta", None)
-    top_theta = raw.get("rope_theta")
-    if theta is not None and top_theta is not None and float(theta) != float(top_theta):
-        raise PEagleError(
-            f"{source}: rope_theta is {top_theta} at top level and {theta} in rope_parameters",
-            "positions would be encoded with one of them",
-            "remove the wrong one",
-        )
-    rope_type, old_type = params.pop("rope_type", None), params.pop("type", None)
-    rope_type = rope_type or old_type or "default"
-    if rope_type not in _ROPE_TYPES:
-        raise PEagleError(
-            f"{source}: RoPE type {rope_type!r}",
-            f"the drafter knows {', '.join(_ROPE_TYPES)}",
-            "use a head with one of these",
-        )
-    final_theta = theta if theta is not None else top_theta
-    return RopeConfig(rope_type, float(final_theta or 10000.0), tuple(sorted(params.items())))
+    return config

@@ -1,18 +1,10 @@
-"""Tensor names of the vLLM/Amazon format, their canonical names, and the shapes a config asks for.
-
-Canonical names are the file's own, except that ``midlayer`` is ``layers.0``.
-"""
+"""The tensors a config asks for, by canonical name, and their shapes (no format's own names here)."""
 
 from __future__ import annotations
 
 from sgl_peagle.heads.config import PEagleHeadConfig
 
 Shapes = dict[str, tuple[tuple[int, ...], ...]]
-
-
-def canonical_name(name: str) -> str:
-    """The canonical name of a tensor of the vLLM/Amazon format."""
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def expected_shapes(config: PEagleHeadConfig) -> Shapes:
@@ -27,6 +19,8 @@ def expected_shapes(config: PEagleHeadConfig) -> Shapes:
         shapes["input_norm.weight"] = ((width,),)
     if config.fc_norm:
         shapes |= {f"fc_norm.{i}.weight": ((config.target_hidden_size,),) for i in range(config.num_aux)}
+    if config.embed_from_target:
+        shapes["embed_mask_row"] = ((d,),)
     for layer in range(config.num_layers):
         shapes |= _layer_shapes(config, layer)
     return shapes
@@ -35,10 +29,11 @@ def expected_shapes(config: PEagleHeadConfig) -> Shapes:
 def optional_shapes(config: PEagleHeadConfig) -> Shapes:
     """Canonical name -> allowed shapes, of tensors that a head may leave out."""
     d = config.hidden_size
+    embedding: Shapes = {} if config.embed_from_target else {"embed_tokens.weight": ((config.vocab_size, d),)}
     return {
-        "embed_tokens.weight": ((config.vocab_size, d),),  # else the target's
+        **embedding,  # else the target's
         "lm_head.weight": ((config.draft_vocab_size, d),),  # else the target's
-        "fc.bias": ((d,),),
+        "fc.bias": ((d,),),  # no config key says whether it is there
         "d2t": ((config.draft_vocab_size,),),  # else the identity
         "t2d": ((config.vocab_size,),),  # follows from d2t
     }
@@ -60,6 +55,8 @@ def _layer_shapes(config: PEagleHeadConfig, layer: int) -> Shapes:
         prefix + "mlp.up_proj.weight": ((inner, d),),
         prefix + "mlp.down_proj.weight": ((d, inner),),
     }
+    if config.qk_norm:
+        shapes |= {f"{prefix}self_attn.{name}.weight": ((config.head_dim,),) for name in ("q_norm", "k_norm")}
     if layer == 0:
         shapes[prefix + "hidden_norm.weight"] = ((d,),)
     if config.attention_bias:
