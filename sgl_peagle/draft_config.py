@@ -122,7 +122,10 @@ def model_config_factory(
     )
     if is_draft_model and (cfg.speculative_algorithm or "").upper() == "PEAGLE":
         path = model_path or cfg.speculative_draft_model_path
-        adapt(config.hf_config, read_head(path, model_revision), model_config_of(server_args))
+        head, target = read_head(path, model_revision), model_config_of(server_args)
+        adapt(config.hf_config, head, target)
+        # With --dtype auto SGLang would take the head's own dtype, and fc would meet hidden states of another.
+        config.dtype = target.dtype
         _widen_for_cache_reading_backends(config, cfg)
     return config
 

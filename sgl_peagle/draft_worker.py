@@ -72,10 +72,28 @@ class PEagleDraftWorker(EagleDraftWorker):
         """Keep the head's embedding and LM head (they were trained); share the target's only where it has none."""
         model = self.model
         if not (model.head.has("embed_tokens.weight") and model.head.has("lm_head.weight")):
+            self._check_shareable()
             model.attach_target(*self._resolve_shared_embed_and_head())
+        if model.head.has("d2t") and not model.weights_loaded:
+            raise PEagleError(
+                f"{model.head.folder}: d2t was not loaded",
+                "this load format fills the parameters without reading the head, so every draft would be mapped wrongly",
+                "pass --speculative-draft-load-format auto",
+            )
         if model.hot_token_id is not None:
             model.hot_token_id = model.hot_token_id.to(self.device)
         model.project_shared_hidden()
+
+    def _check_shareable(self) -> None:
+        """The target's embedding and LM head can stand in for the head's only where they are plain matrices."""
+        target = self.target_worker.model_runner.model
+        weight = getattr(getattr(target, "lm_head", None), "weight", None)
+        if weight is None or weight.dtype.itemsize < 2:
+            raise PEagleError(
+                f"{self.model.head.folder} brings no embedding or no LM head, and the target's LM head is quantized",
+                "the drafter computes with plain weights",
+                "use a head that brings both, or a target whose LM head is not quantized",
+            )
 
     def init_attention_backend(self) -> None:
         """Only the extend backend: there is no sequence of draft decode steps."""
@@ -109,6 +127,8 @@ class PEagleDraftWorker(EagleDraftWorker):
         """No draft-prefill graph: the prefill batch carries ragged mask rows."""
         with draft_pp_context(), draft_tp_context(self.parallel_layout):
             EagleDraftWorkerBase.init_cuda_graphs(self)
+        if (canary := self.draft_runner.canary_manager) is not None:
+            canary.mark_init_finished()
 
     def _capture_cuda_graphs(self) -> None:
         """One graph per batch size for the decode window, where the drafter's backend can replay it."""
@@ -243,6 +263,8 @@ class PEagleDraftWorker(EagleDraftWorker):
             batch, self.draft_runner, capture_hidden_mode=CaptureHiddenMode.NULL, return_hidden_states_before_norm=False
         )
         forward_batch.return_logprob = False
+        # A request may replace the target's input embeddings; the drafter sees its token ids, at other rows.
+        forward_batch.input_embeds = forward_batch.replace_embeds = forward_batch.replace_positions = None
         if any(masks):
             forward_batch.seq_lens = forward_batch.extend_prefix_lens + forward_batch.extend_seq_lens
             forward_batch.seq_lens = forward_batch.seq_lens.to(batch.seq_lens.dtype)

@@ -104,6 +104,8 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = tuple(
         HostSymbol("speculative.base_spec_worker", "BaseSpecWorker.alloc_memory_pool",
                    ("memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator")),
         HostSymbol("speculative.base_spec_worker", "BaseSpecWorker.init_attention_backends"),
+        HostSymbol("speculative.base_spec_worker", "BaseSpecWorker.weight_update_runners"),
+        HostSymbol("configs.hybrid_arch", "mambaish_config", ("model_config",)),
         HostSymbol("speculative.base_spec_worker", "BaseSpecWorker.on_verify_complete_cpu",
                    ("num_correct_drafts_per_req", "batch_size")),
         HostSymbol("speculative.base_spec_worker", "EagleDraftWorkerBase._rebuild_topk1_chain_buffers"),

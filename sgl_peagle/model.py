@@ -210,6 +210,7 @@ class PEagleLlamaForCausalLM(nn.Module):
         # Draft id -> target id; None is the identity. SGLang's workers read this name.
         self.hot_token_id: Optional[torch.Tensor] = None
         self.shared_hidden: Optional[torch.Tensor] = None
+        self.weights_loaded = False
         self._captured_input: Optional[PEagleDraftExtendInput] = None
 
     @contextlib.contextmanager
@@ -297,6 +298,7 @@ class PEagleLlamaForCausalLM(nn.Module):
                 "every tensor of the head must be loaded",
                 "check --speculative-draft-load-format (auto or safetensors)",
             )
+        self.weights_loaded = True
 
     def _load(self, canonical: str, tensor: torch.Tensor, params: dict[str, nn.Parameter]) -> None:
         if canonical == "t2d":

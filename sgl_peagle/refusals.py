@@ -5,6 +5,7 @@ Each check raises :class:`~sgl_peagle.errors.PEagleError`: what was asked, why i
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any, Callable, NamedTuple
 
@@ -110,6 +111,10 @@ _REFUSED = (
             "enable_two_batch_overlap",
             "enable_pdmux",
             "enable_attn_tp_input_scattered",
+            "enable_flexkv",
+            "enable_unified_cache_external_linker",
+            "enable_single_batch_overlap",
+            "enable_page_major_kv_layout",
         )
     ),
     *(
@@ -128,6 +133,8 @@ def check_server(server_args: Any) -> None:
     Raises:
         PEagleError: The first thing found.
     """
+    _check_device(server_args)
+    _check_overrides(server_args)
     for refusal in _REFUSED:
         if refusal.is_on(server_args):
             raise PEagleError(refusal.flag + " with PEAGLE", refusal.why, refusal.fix)
@@ -138,6 +145,35 @@ def check_server(server_args: Any) -> None:
         logger.warning("PEAGLE with --enable-hierarchical-cache is untested")
     if str(server_args.device).startswith("cpu"):
         logger.warning("SGLang verifies greedily on CPU: temperature has no effect with speculation")
+
+
+def _check_device(server_args: Any) -> None:
+    import torch
+
+    device = str(server_args.device).split(":")[0]
+    if device not in ("cuda", "cpu") or torch.version.hip is not None:
+        raise PEagleError(
+            f"device {'ROCm' if torch.version.hip else device}",
+            "kernels and verification were only shown to be right on CUDA GPUs (and on CPU for tests); elsewhere SGLang "
+            "verifies greedily at any temperature",
+            "serve on a CUDA GPU",
+        )
+
+
+#: What sizes the drafter's KV pool.
+_DRAFTER_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def _check_overrides(server_args: Any) -> None:
+    """SGLang applies --json-model-override-args to the head, too, while the drafter is built from its files."""
+    overrides = json.loads(server_args.json_model_override_args or "{}")
+    touched = [key for key in _DRAFTER_SHAPE if key in overrides]
+    if touched:
+        raise PEagleError(
+            f"--json-model-override-args with {', '.join(touched)}",
+            "SGLang applies it to target and head alike, so the drafter's KV pool would be sized wrongly",
+            "change the target's own config.json instead",
+        )
 
 
 def _target_config(server_args: Any) -> Any:
@@ -169,9 +205,42 @@ def check_target(head: Head, target: Any, settings: Settings, server_args: Any) 
             "the drafter sees text only: image tokens and 3-D positions do not reach it",
             "serve a text-only target",
         )
+    if target.attention_arch != _attention_kind("MHA") or _is_mamba_hybrid(target):
+        raise PEagleError(
+            f"target {architecture} has latent (MLA), Mamba or linear attention",
+            "SGLang sizes the drafter's KV pool by the target's, and numbers captured layers differently there; neither "
+            "has been shown to work with a P-EAGLE head",
+            "serve a target with ordinary attention in every layer",
+        )
     require(quick_checks(head))
     require(target_checks(head, _target_info(target)))
     _check_context(head, target, settings, server_args)
+    _warn_of_wide_kv(head, target, server_args.tp_size)
+
+
+def _attention_kind(name: str) -> Any:
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return AttentionArch[name]
+
+
+def _is_mamba_hybrid(target: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(target) is not None
+
+
+def _warn_of_wide_kv(head: Head, target: Any, tp_size: int) -> None:
+    """SGLang budgets the drafter's KV pool at the target's bytes per layer and token."""
+    config = head.config
+    wanted = 2 * max(1, config.num_kv_heads // tp_size) * config.head_dim
+    budgeted = 2 * target.get_num_kv_heads(tp_size) * target.head_dim
+    if wanted > budgeted:
+        logger.warning(
+            "PEAGLE: the head's KV is %.1f times as wide per layer as the target's, by which SGLang sizes its memory; if "
+            "start-up runs out of memory, lower --mem-fraction-static or give --max-total-tokens",
+            wanted / budgeted,
+        )
 
 
 def _target_info(target: Any) -> TargetInfo:

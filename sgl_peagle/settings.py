@@ -83,11 +83,19 @@ def decide(server_args: Any, head: Head) -> Settings:
                 "most 2 x 8 behind the context end, so another request's row would be overwritten",
                 f"pass --page-size {DEFAULT_PAGE_SIZE} (any size from {slots.min_page_size}), or fewer drafts",
             )
-        page_size = DEFAULT_PAGE_SIZE
+        page_size = _page_size_dividing(server_args.chunked_prefill_size, slots.min_page_size)
         logger.info("PEAGLE: page size %d, because K=%d needs at least %d", page_size, k, slots.min_page_size)
     on_cpu = device == "cpu" and os.environ.get(CPU_OVERLAP_ENV) != "1"
     overlap = not (server_args.disable_overlap_schedule or on_cpu)
     return Settings(k, backend, slots, page_size, overlap)
+
+
+def _page_size_dividing(chunk: Optional[int], smallest: int) -> int:
+    """The default page size, or a smaller one that divides the prefill chunk, as SGLang demands."""
+    size = DEFAULT_PAGE_SIZE
+    while size > smallest and chunk and chunk > 0 and chunk % size:
+        size //= 2
+    return size
 
 
 def draft_tokens_per_round(server_args: Any, k_trained: Optional[int]) -> int:

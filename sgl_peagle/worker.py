@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_spec
@@ -47,6 +47,14 @@ class PEagleWorker(EAGLEWorkerV2):
         self.num_new_pages_per_topk = torch.empty((), dtype=torch.int64, device=self.device)
         self.extend_lens = torch.empty((), dtype=torch.int64, device=self.device)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        """Runtime weight updates reach the target only: a head belongs to the weights it was trained on.
+
+        SGLang offers them to the drafter, too, with the target's tensor names.
+        """
+        logger.warning("PEAGLE: the weight update changes the target only; the head keeps its weights")
+        return []
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Count acceptance once SGLang has the numbers on the host (no synchronisation of our own)."""

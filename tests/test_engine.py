@@ -98,6 +98,37 @@ def test_default_k_and_page_size_follow_from_the_head(tmp_path: Path) -> None:
     assert with_engine(use, **peagle(0) | {"speculative_num_steps": None}) == (8, 9, 16)
 
 
+def test_the_drafter_has_the_targets_dtype(tmp_path: Path) -> None:
+    """--dtype auto: the head's own torch_dtype, here float16, must not meet the target's hidden states."""
+    import json
+    import shutil
+
+    folder = tmp_path / "head"
+    shutil.copytree(HEAD, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "float16", "torch_dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    prompt = list(prompts(3)[2])
+
+    def use(engine: Any) -> int:
+        return len(generate(engine, [[prompt]], 8)[0][1])
+
+    assert with_engine(use, **peagle(3, dtype="auto", speculative_draft_model_path=str(folder))) == 8
+
+
+def test_a_weight_update_changes_the_target_and_leaves_the_head(tmp_path: Path) -> None:
+    """The same weights again, from disk: SGLang offers them to the drafter, too; serving goes on unchanged."""
+    prompt = prompts(3)[2]
+
+    def use(engine: Any) -> tuple[bool, list[int], int]:
+        ok = engine.update_weights_from_disk(str(TARGET))[0]
+        params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        output = engine.generate(input_ids=list(prompt), sampling_params=params)
+        return ok, list(output["output_ids"]), output["meta_info"]["spec_verify_ct"]
+
+    ok, ids, rounds = with_engine(use, **peagle(5))
+    assert ok and tuple(ids) == greedy(prompt, 24) and rounds < 20
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [

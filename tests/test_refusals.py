@@ -46,6 +46,7 @@ SERVER = {
     "contradictory K": ({"speculative_num_draft_tokens": 5}, ["contradict", "--speculative-num-draft-tokens 6"]),
     "page size 1": ({"speculative_num_steps": 10, "page_size": 1}, ["--page-size 1", "--page-size 16"]),
     "no head": ({"speculative_draft_model_path": None}, ["--speculative-draft-model-path"]),
+    "override of the head": ({"json_model_override_args": '{"num_key_value_heads": 2}'}, ["--json-model-override-args"]),
     "K beyond the context": ({"context_length": 16, "speculative_num_steps": 15, "page_size": 16}, ["K=15", "16 tokens"]),
 }  # fmt: skip
 
@@ -117,17 +118,22 @@ def test_head_files(damage: str, tmp_path: Path) -> None:
     refused("pytorch_model.bin" if damage == "pickle" else "model.safetensors", speculative_draft_model_path=str(folder))
 
 
-@pytest.mark.parametrize("kind", ["multimodal", "mrope"])
-def test_targets_that_are_not_text(kind: str) -> None:
-    """SGLang's own ModelConfig decides what a target is; here the two answers are set on a real one."""
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("multimodal", "multimodal or uses M-RoPE"), ("mrope", "multimodal or uses M-RoPE"), ("MLA", "latent (MLA)")],
+)
+def test_targets_of_another_kind(kind: str, words: str) -> None:
+    """SGLang's own ModelConfig decides what a target is; here its answers are set on a real one."""
     from sgl_peagle.errors import PEagleError
     from sgl_peagle.heads import read_head
     from sgl_peagle.refusals import check_target
 
     def run() -> str:
-        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 
         target = ModelConfig(str(TARGET))
+        if kind == "MLA":
+            target.attention_arch = AttentionArch.MLA
         target.is_multimodal, target.model_is_mrope = kind == "multimodal", kind == "mrope"
         try:
             check_target(read_head(str(HEAD)), target, None, None)
@@ -135,7 +141,7 @@ def test_targets_that_are_not_text(kind: str) -> None:
             return str(error)
         return "accepted"
 
-    assert "multimodal or uses M-RoPE" in in_fork(run)
+    assert words in in_fork(run)
 
 
 def test_another_sglang_is_refused_by_the_engine() -> None:

@@ -15,7 +15,8 @@ import triton.language as tl
 BLOCK, NUM_WARPS = 1024, 4
 
 
-@triton.jit
+# Rows of one table are not all aligned alike; without this an odd batch would compile a second variant mid-traffic.
+@triton.jit(do_not_specialize_on_alignment=["hidden_rows"])
 def _window_hidden_kernel(projected, hidden_rows, shared, out, D: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
