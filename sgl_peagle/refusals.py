@@ -13,7 +13,7 @@ from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads import Head
 from sgl_peagle.heads.checks import quick_checks, require, target_checks
 from sgl_peagle.heads.target import TargetInfo, target_folder, used_token_ids
-from sgl_peagle.settings import Settings, decide, head_of
+from sgl_peagle.settings import Settings, decide, head_of, view_of
 
 logger = logging.getLogger(__name__)
 
@@ -179,11 +179,7 @@ def _check_overrides(server_args: Any) -> None:
 def _target_config(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    try:  # plugin callbacks receive a recorder around a view
-        server_args = object.__getattribute__(server_args, "_cfg")
-    except AttributeError:
-        pass
-    return model_config_of(server_args)
+    return model_config_of(view_of(server_args))
 
 
 def check_target(head: Head, target: Any, settings: Settings, server_args: Any) -> None:

@@ -43,19 +43,21 @@ class Settings:
     overlap: bool
 
 
+def view_of(server_args: Any) -> Any:
+    """SGLang's view of the arguments, behind the recorder of writes that it hands to plugin callbacks."""
+    try:
+        return object.__getattribute__(server_args, "_cfg")
+    except AttributeError:
+        return server_args
+
+
 def given_page_size(server_args: Any) -> Optional[int]:
     """The ``--page-size`` that the user typed, or None when SGLang chose it."""
     from sglang.srt.arg_groups.model_override_base import record_of
 
-    view = server_args
-    for attribute in ("_cfg",):  # the recorder that plugin callbacks receive wraps a view
-        try:
-            view = object.__getattribute__(server_args, attribute)
-        except AttributeError:
-            pass
     try:
-        return record_of(view).page_size
-    except AttributeError:
+        return record_of(view_of(server_args)).page_size
+    except AttributeError:  # the arguments themselves, not a view of them
         return server_args.page_size
 
 
