@@ -163,6 +163,7 @@ def test_a_graph_of_another_width_is_refused() -> None:
         Runner(4, width=5)
 
 
+@pytest.mark.parametrize(("name", "graphs"), [("triton", True), ("fa3", False)])
 def test_backends_with_graphs(name: str, graphs: bool) -> None:
     assert drafter_backend(name, "cuda").graphs is graphs
 
