@@ -127,6 +127,16 @@ def test_structured_output(kind: str, servers: tuple[str, str]) -> None:
     assert finished, "no output ended by itself"
 
 
+def test_a_grammar_costs_no_acceptance(servers: tuple[str, str]) -> None:
+    """A grammar that allows everything changes neither the output nor the acceptance at any position."""
+    for prompt in prompts(20)[12:18]:
+        free = generate(servers[1], prompt)
+        bound = generate(servers[1], prompt, regex=r"(.|\n)*")
+        assert bound["output_ids"] == free["output_ids"]
+        key = "spec_correct_drafts_histogram"
+        assert bound["meta_info"][key] == free["meta_info"][key]
+
+
 def test_metrics_show_acceptance_and_the_plugins_counters(servers: tuple[str, str]) -> None:
     def counters() -> dict[str, float]:
         text = requests.get(servers[1] + "/metrics", timeout=30).text

@@ -1,0 +1,55 @@
+"""Every patch applies to the installed SGLang, and what it yields is Python that does what it says."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PATCHES = sorted((Path(__file__).parent.parent / "patches").glob("*.patch"))
+
+
+def patched(patch: Path, folder: Path) -> Path:
+    """Copy the file that a patch changes into a tree like SGLang's repository, and apply it there."""
+    (name,) = re.findall(r"^\+\+\+ b/(\S+)$", patch.read_text(), re.MULTILINE)
+    source = Path(find_spec("sglang").origin).parent / Path(name).relative_to("python/sglang")
+    copy = folder / name
+    copy.parent.mkdir(parents=True)
+    shutil.copy(source, copy)
+    done = subprocess.run(["git", "apply", "--verbose", str(patch)], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert copy.read_text() != source.read_text()
+    return copy
+
+
+def test_there_are_patches() -> None:
+    assert len(PATCHES) == 4
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name[:4])
+def test_it_applies_and_gives_a_reason(patch: Path, tmp_path: Path) -> None:
+    reason = patch.read_text().split("--- a/")[0].strip()
+    assert len(reason.splitlines()) >= 3
+    ast.parse(patched(patch, tmp_path).read_text())
+
+
+def test_the_patched_row_is_wide_enough(tmp_path: Path) -> None:
+    """The patched function, with SGLang's rules around it: no allocation overflows the row at page size 1."""
+    tree = ast.parse(patched(PATCHES[1], tmp_path).read_text())
+    wanted = ("get_req_to_token_extra_context_len", "get_alloc_reserve_per_decode")
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    code = compile(ast.Module(functions, []), "patched", "exec")
+    for alloc in range(2, 20):
+        names = {
+            "get_alloc_len_per_decode": lambda: alloc,
+            "max_speculative_num_draft_tokens": lambda: alloc,
+            "get_alloc_page_size": lambda: 1,
+            "get_spec": lambda: type("Spec", (), {"speculative_algorithm": "EAGLE3"}),
+        }
+        exec(code, names)
+        assert names["get_req_to_token_extra_context_len"]() >= 2 * alloc - 4
