@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional
 from sgl_peagle.aux_layers import capture_points, to_sglang
 from sgl_peagle.backends import drafter_backend
 from sgl_peagle.errors import PEagleError
-from sgl_peagle.heads import Head, PEagleHeadConfig, read_head
-from sgl_peagle.heads.formats import config_format
-from sgl_peagle.heads.formats.peagle import ARCHITECTURE
-from sgl_peagle.heads.reader import given_mask_id
 from sgl_peagle.layout import window_width
 
+# The readers of heads are imported where they are used: this module is loaded at every start of SGLang, they are
+# needed only where a head is served.
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+
+    from sgl_peagle.heads import Head, PEagleHeadConfig
 
 _PARSER = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
 
@@ -59,6 +59,9 @@ def parse_config(
 
     raw, _ = PretrainedConfig.get_config_dict(model, revision=revision, **kwargs)
     if _needs_help(raw):
+        from sgl_peagle.heads.formats import config_format
+        from sgl_peagle.heads.reader import given_mask_id
+
         source = f"{model}: config.json"
         raw = {key: value for key, value in raw.items() if key not in ("_commit_hash",)}
         return llama_config(config_format(raw, source).parse(raw, source, given_mask_id()))
@@ -71,6 +74,8 @@ def _needs_help(raw: Mapping[str, Any]) -> bool:
 
     if raw.get("model_type") in CONFIG_MAPPING and "auto_map" not in raw:
         return False
+    from sgl_peagle.heads.formats import config_format
+
     try:
         name = config_format(raw, "config.json").name
     except PEagleError:  # a target, or another kind of draft: SGLang's to judge
@@ -78,9 +83,11 @@ def _needs_help(raw: Mapping[str, Any]) -> bool:
     return name not in ("vllm", "nemo") or any(raw.get(key) for key in _PARALLEL_KEYS)
 
 
-def llama_config(config: PEagleHeadConfig) -> Any:
+def llama_config(config: "PEagleHeadConfig") -> Any:
     """A transformers ``LlamaConfig`` that describes a head to SGLang."""
     from transformers import LlamaConfig
+
+    from sgl_peagle.heads.formats.peagle import ARCHITECTURE
 
     return LlamaConfig(
         architectures=[ARCHITECTURE],
@@ -121,6 +128,8 @@ def model_config_factory(
         **kwargs,
     )
     if is_draft_model and (cfg.speculative_algorithm or "").upper() == "PEAGLE":
+        from sgl_peagle.heads import read_head
+
         path = model_path or cfg.speculative_draft_model_path
         head, target = read_head(path, model_revision), model_config_of(server_args)
         adapt(config.hf_config, head, target)
@@ -144,7 +153,7 @@ def _widen_for_cache_reading_backends(config: "ModelConfig", cfg: Any) -> None:
         config.hf_config.context_len = config.context_len
 
 
-def adapt(hf_config: Any, head: Head, target: "ModelConfig") -> None:
+def adapt(hf_config: Any, head: "Head", target: "ModelConfig") -> None:
     """Write the head's values into ``hf_config`` in SGLang's terms.
 
     Args:
@@ -152,6 +161,8 @@ def adapt(hf_config: Any, head: Head, target: "ModelConfig") -> None:
         head: The checked head.
         target: The target's model config.
     """
+    from sgl_peagle.heads.formats.peagle import ARCHITECTURE
+
     config = head.config
     layers = target.hf_text_config.num_hidden_layers
     points = capture_points(config.aux_layer_ids, layers)
