@@ -36,6 +36,7 @@ RUNS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {},
         {"speculative_draft_attention_backend": "fa3", "context_length": 128, "to_the_end": True},
     ),
+    "bf16 target fa3, drafter triton, private mask slots": ({"SGL_PEAGLE_WINDOW": "cache"}, {}),
 }
 
 

@@ -49,12 +49,12 @@ class PEagleAlgorithm(CustomSpecAlgo):
         """Slots per request and decode step: SGLang allocates what this returns (see :mod:`sgl_peagle.layout`)."""
         from sglang.srt.arg_groups.model_override_base import resolving_view
 
-        from sgl_peagle.backends import drafter_backend
+        from sgl_peagle.backends import device_kind, drafter_backend
 
         cfg = resolving_view(server_args)
         if cfg.speculative_num_steps is None:
             return None
-        backend = drafter_backend(cfg.speculative_draft_attention_backend, str(cfg.device).split(":")[0])
+        backend = drafter_backend(cfg.speculative_draft_attention_backend, device_kind(cfg.device))
         return backend.plan(cfg.speculative_num_steps).alloc
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:

@@ -54,6 +54,11 @@ _BACKENDS = {
 }
 
 
+def device_kind(device: object) -> str:
+    """``cuda`` or ``cpu`` of a device as SGLang or torch names it (``cuda:0``)."""
+    return str(device).split(":")[0]
+
+
 def drafter_backend(name: str, device: str) -> DrafterBackend:
     """The capabilities of drafter backend ``name`` on ``device``.
 

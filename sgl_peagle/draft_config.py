@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional
 
 from sgl_peagle.aux_layers import capture_points, to_sglang
-from sgl_peagle.backends import drafter_backend
+from sgl_peagle.backends import device_kind, drafter_backend
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.layout import window_width
 
@@ -148,7 +148,7 @@ def _widen_for_cache_reading_backends(config: "ModelConfig", cfg: Any) -> None:
     k, name = cfg.speculative_num_steps, cfg.speculative_draft_attention_backend
     if k is None or name is None:  # asked before PEAGLE decided its values: only the shape matters then
         return
-    if not drafter_backend(name, str(cfg.device).split(":")[0]).reads_window_densely:
+    if not drafter_backend(name, device_kind(cfg.device)).reads_window_densely:
         config.context_len += window_width(k)
         config.hf_config.context_len = config.context_len
 

@@ -24,7 +24,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 from sglang.srt.utils.common import get_available_gpu_memory, log_info_on_rank0
 
 from sgl_peagle import layout
-from sgl_peagle.backends import drafter_backend
+from sgl_peagle.backends import device_kind, drafter_backend
 from sgl_peagle.counters import Counters
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.graph import PEagleCudaGraphRunner, WindowBackendFactory, WindowTritonBackend
@@ -45,8 +45,7 @@ class PEagleDraftWorker(EagleDraftWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.k: int = self.speculative_num_steps
-        device = str(self.device).split(":")[0]
-        self.backend = drafter_backend(get_spec().speculative_draft_attention_backend, device)
+        self.backend = drafter_backend(get_spec().speculative_draft_attention_backend, device_kind(self.device))
         self.mask_token_id = self.model.head.config.mask_token_id
         exports = self.server_args.enable_metrics and get_parallel().tp_rank == 0
         name = self.server_args.served_model_name or self.server_args.model_path

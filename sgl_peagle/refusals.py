@@ -9,6 +9,7 @@ import json
 import logging
 from typing import Any, Callable, NamedTuple
 
+from sgl_peagle.backends import device_kind
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads import Head
 from sgl_peagle.heads.checks import quick_checks, require, target_checks
@@ -143,14 +144,14 @@ def check_server(server_args: Any) -> None:
     check_target(head, _target_config(server_args), settings, server_args)
     if server_args.enable_hierarchical_cache:
         logger.warning("PEAGLE with --enable-hierarchical-cache is untested")
-    if str(server_args.device).startswith("cpu"):
+    if device_kind(server_args.device) == "cpu":
         logger.warning("SGLang verifies greedily on CPU: temperature has no effect with speculation")
 
 
 def _check_device(server_args: Any) -> None:
     import torch
 
-    device = str(server_args.device).split(":")[0]
+    device = device_kind(server_args.device)
     if device not in ("cuda", "cpu") or torch.version.hip is not None:
         raise PEagleError(
             f"device {'ROCm' if torch.version.hip else device}",
@@ -201,7 +202,7 @@ def check_target(head: Head, target: Any, settings: Settings, server_args: Any) 
             "the drafter sees text only: image tokens and 3-D positions do not reach it",
             "serve a text-only target",
         )
-    if target.attention_arch != _attention_kind("MHA") or _is_mamba_hybrid(target):
+    if not _has_ordinary_attention(target):
         raise PEagleError(
             f"target {architecture} has latent (MLA), Mamba or linear attention",
             "SGLang sizes the drafter's KV pool by the target's, and numbers captured layers differently there; neither "
@@ -214,16 +215,11 @@ def check_target(head: Head, target: Any, settings: Settings, server_args: Any) 
     _warn_of_wide_kv(head, target, server_args.tp_size)
 
 
-def _attention_kind(name: str) -> Any:
+def _has_ordinary_attention(target: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
-    return AttentionArch[name]
-
-
-def _is_mamba_hybrid(target: Any) -> bool:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    return mambaish_config(target) is not None
+    return target.attention_arch == AttentionArch.MHA and mambaish_config(target) is None
 
 
 def _warn_of_wide_kv(head: Head, target: Any, tp_size: int) -> None:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from sgl_peagle.backends import DrafterBackend, default_drafter_backend, drafter_backend
+from sgl_peagle.backends import DrafterBackend, default_drafter_backend, device_kind, drafter_backend
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads import Head, read_head
 from sgl_peagle.layout import SlotPlan, verify_width
@@ -72,7 +72,7 @@ def decide(server_args: Any, head: Head) -> Settings:
         PEagleError: Contradictory or impossible values.
     """
     k = draft_tokens_per_round(server_args, head.config.k_trained)
-    device = str(server_args.device).split(":")[0]
+    device = device_kind(server_args.device)
     name = server_args.speculative_draft_attention_backend or default_drafter_backend(device)
     backend = drafter_backend(name, device)
     slots = backend.plan(k)

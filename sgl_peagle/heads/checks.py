@@ -117,22 +117,25 @@ def _mask_row(head: Head) -> Check:
     else:
         why = "published heads were trained with a MASK row of their own; without it acceptance usually falls"
         return Check(name, "warn", f"{head.folder} has no embedding; the target's is used", why, "use the full checkpoint")
-    if not bool(np.isfinite(row).all()):
-        return Check(name, "fail", f"{where} is not finite", "every draft after the first would be", "download it again")
-    if not bool(row.any()):
-        why = "that row was not trained: the id is wrong, or it was the embedding's padding index in training"
-        return Check(name, "fail", f"{where} is all zeros", why, "give the mask token id that the head was trained with")
-    return Check(name, "pass", f"finite, norm {float(np.linalg.norm(row)):.3g}")
+    why = "that row was not trained: the id is wrong, or it was the embedding's padding index in training"
+    zeros = Check(name, "fail", f"{where} is all zeros", why, "give the mask token id that the head was trained with")
+    return _trained_vector(name, where, row, zeros)
 
 
 def _mask_hidden(head: Head) -> Check:
     name, where = "learned hidden state (mask_hidden)", _where(head, "mask_hidden")
     values = read_values(head.folder, head.tensors["mask_hidden"])
+    why = "it was not trained, so drafts after the first will rarely hit"
+    zeros = Check(name, "warn", f"{where} is all zeros", why, "use the checkpoint that training ended with")
+    return _trained_vector(name, where, values, zeros)
+
+
+def _trained_vector(name: str, where: str, values: np.ndarray, if_zeros: Check) -> Check:
+    """A learned vector that every mask row gets: finite, and ``if_zeros`` where nothing was learned."""
     if not bool(np.isfinite(values).all()):
         return Check(name, "fail", f"{where} is not finite", "every draft after the first would be", "download it again")
     if not bool(values.any()):
-        why = "it was not trained, so drafts after the first will rarely hit"
-        return Check(name, "warn", f"{where} is all zeros", why, "use the checkpoint that training ended with")
+        return if_zeros
     return Check(name, "pass", f"finite, norm {float(np.linalg.norm(values)):.3g}")
 
 

@@ -225,6 +225,24 @@ def aux_layer_ids(keys: Keys, *, top_counts: Optional[str]) -> Optional[tuple[in
     return tuple(sorted(ids))  # engines concatenate in layer order, whatever the list's
 
 
+def head_fields(keys: Keys, ids: Optional[tuple[int, ...]], given_mask_id: Optional[int]) -> dict[str, Any]:
+    """The fields of :class:`PEagleHeadConfig` beyond the decoder's that the flat formats name alike.
+
+    Args:
+        ids: The head's capture points, or None for the default.
+        given_mask_id: The user's mask token id, for files that record none.
+    """
+    return {
+        "aux_layer_ids": ids,
+        "num_aux": count_aux(keys, ids),
+        "mask_token_id": mask_token_id(keys, given_mask_id),
+        "norm_before_residual": keys.flag("norm_before_residual"),
+        "norm_before_fc": keys.flag("norm_before_fc"),
+        "fc_norm": keys.flag("fc_norm"),
+        "tie_word_embeddings": keys.flag("tie_word_embeddings"),
+    }
+
+
 def count_aux(keys: Keys, ids: Optional[tuple[int, ...]]) -> int:
     """A, the number of aux hidden states: three unless the config says otherwise.
 
