@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import os
 import sys
 import types
 from dataclasses import dataclass
 from typing import Any, Callable
+
+import torch
 
 # SGLang falls back to this name by itself on a CPU without AMX, and switches graphs off for it.  A name of our
 # own would have to be typed by the user and would get neither.
@@ -95,6 +98,42 @@ def _gather_without_triton() -> None:
     overlap_utils.gather_spec_extras = sgl_kernel_ops.gather_spec_extras
 
 
+def _pack_linear_weights() -> None:
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    from .linear import forget_packed_weights, linear
+
+    apply, lm_head_of = UnquantizedLinearMethod.apply, LogitsProcessor._compute_lm_head
+
+    def packed_apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
+        return linear(x, layer.weight, bias) if x.is_cpu else apply(self, layer, x, bias)
+
+    def packed_lm_head(self: Any, hidden: Any, lm_head: Any, embedding_bias: Any = None, **kwargs: Any) -> Any:
+        weight = getattr(lm_head, "weight", None)
+        plain = hidden.is_cpu and weight is not None and not hasattr(lm_head, "set_lora")
+        if plain and hidden.dtype == weight.dtype == torch.float32:
+            return linear(hidden, weight)
+        return lm_head_of(self, hidden, lm_head, embedding_bias, **kwargs)
+
+    def then_forget(update: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update)
+        def updated(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return update(*args, **kwargs)
+            finally:
+                forget_packed_weights()
+
+        return updated
+
+    UnquantizedLinearMethod.apply = packed_apply
+    LogitsProcessor._compute_lm_head = packed_lm_head
+    updates = [f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")]
+    for name in (*updates, "resume_memory_occupation", "check_weights"):
+        setattr(SchedulerWeightUpdaterManager, name, then_forget(getattr(SchedulerWeightUpdaterManager, name)))
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="the module sgl_kernel",
@@ -128,5 +167,10 @@ PATCHES: tuple[Patch, ...] = (
         name="overlap_utils.gather_spec_extras",
         reason="a Triton kernel with no CPU version; overlap scheduling calls it every round",
         apply=_gather_without_triton,
+    ),
+    Patch(
+        name="UnquantizedLinearMethod.apply, LogitsProcessor._compute_lm_head (and weight updates, which unpack)",
+        reason="F.linear packs a float32 weight in every call, so that verifying 8 tokens costs three decode steps",
+        apply=_pack_linear_weights,
     ),
 )
