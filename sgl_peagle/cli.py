@@ -17,6 +17,7 @@ import click
 
 from sgl_peagle import __version__
 from sgl_peagle.errors import PEagleError
+from sgl_peagle.train.cli import train
 
 
 @click.group()
@@ -26,6 +27,9 @@ def main() -> None:
 
     Exit status: 0 all is well (warnings included), 1 refused or a check failed, 2 wrong usage.
     """
+
+
+main.add_command(train)
 
 
 @main.command()

@@ -21,7 +21,7 @@ IRRELEVANT = {
         "text generation belongs to the target": "bos_token_id eos_token_id pad_token_id use_cache "
         "generation_config max_length min_length do_sample temperature top_k top_p",
         "the dtype is the server's --dtype": "torch_dtype dtype",
-        "provenance": "_name_or_path transformers_version name_or_path tokenizer_class training_commit data_manifest",
+        "provenance": "_name_or_path transformers_version name_or_path tokenizer_class training_commit data_manifest training",
         "names Python code, which is never run": "auto_map",
         "training only": "initializer_range attention_dropout pretraining_tp hidden_dropout gradient_checkpointing "
         "cod_ratio cod_floor down_sample_ratio down_sample_ratio_min embed_requires_grad",

@@ -1,0 +1,263 @@
+"""Batches: which documents share a step, and the rows they give. Everything follows from (seed, epoch, index).
+
+All of it happens on the host, in a thread ahead of the steps, so that a step never waits for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Callable, Iterator, Optional, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgl_peagle.errors import PEagleError
+from sgl_peagle.train.attention import BLOCK, Rows
+from sgl_peagle.train.corpus import Corpus
+from sgl_peagle.train.rows import Bools, Cod, Ints, all_rows, generator, most_rows, sample_rows, supervised
+
+#: Documents are sorted by length within so many batches' worth of them: little padding, still shuffled.
+_BUCKET_BATCHES = 16
+
+#: Keeps the draws of rows apart from those of the order.
+_ORDER, _ROWS = 1, 2
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document, cut to the run's length.
+
+    Attributes:
+        sample: Its index in the corpus.
+        tokens: [n + 1] int64.
+        weight: [n] bool, the supervised positions.
+    """
+
+    sample: int
+    tokens: Ints
+    weight: Bools
+
+    @property
+    def n(self) -> int:
+        """Positions."""
+        return len(self.weight)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents and their rows: depth-0 rows of all documents first, then rollouts by document, anchor and depth.
+
+    Attributes:
+        tokens: [B, L] int64, padded on the right with 0.
+        rows: Who the R rows are.
+        positions: [B] int64, n of each document.
+        context: Number of depth-0 rows.
+        trained: [M] int64, rows with weight, in the order of rows.
+        weight: Their total weight (M, as weights are 0 or 1).
+        text_tokens: Tokens of all documents, for the throughput.
+    """
+
+    tokens: Tensor
+    rows: Rows
+    positions: Ints
+    context: int
+    trained: Ints
+    text_tokens: int
+
+    @property
+    def state(self) -> Ints:
+        """[R] int64: index of position p = anchor + depth of the row's document in [B, L], flat."""
+        return self.rows.document * self.tokens.shape[1] + self.rows.anchor + self.rows.depth
+
+
+class Documents(Sequence[Document]):
+    """The documents of a corpus that have something to train, cut to ``max_length`` tokens.
+
+    Raises:
+        PEagleError: The MASK id occurs, an id is outside the vocabulary, or nothing is left.
+    """
+
+    def __init__(
+        self, corpus: Corpus, max_length: int, strict: bool, vocab_size: int, mask_token_id: Optional[int]
+    ) -> None:
+        if mask_token_id is not None and bool((corpus.tokens == mask_token_id).any()):
+            count = int((corpus.tokens == mask_token_id).sum())
+            raise PEagleError(
+                f"the MASK id {mask_token_id} occurs {count} times in the corpus",
+                "its embedding becomes the MASK row, so it must never be text",
+                "choose a reserved id that the tokenizer never produces (--mask-token-id)",
+            )
+        low, high = int(corpus.tokens.min()), int(corpus.tokens.max())
+        if low < 0 or high >= vocab_size:
+            raise PEagleError(
+                f"the corpus has ids {low} ... {high}, the target a vocabulary of {vocab_size}",
+                "it was made with another tokenizer",
+                "make the corpus with this target",
+            )
+        self._found: list[Document] = []
+        for sample, (tokens, assistant) in enumerate(corpus):
+            ids, marks = tokens[:max_length].numpy(), assistant[:max_length].numpy()
+            weight = supervised(marks, strict) if len(ids) > 1 else np.zeros(0, dtype=bool)
+            if weight.any():
+                self._found.append(Document(sample, ids, weight))
+        if not self._found:
+            raise PEagleError(
+                f"none of the {len(corpus)} documents has a trainable position within {max_length} tokens",
+                "a position is trained where its token and the next one are the target's own",
+                "check the assistant marks of the corpus, or raise --max-length",
+            )
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._found[index]
+
+
+def split(documents: Sequence[Document], holdout: int) -> tuple[list[Document], list[Document]]:
+    """(training, held out): the last ``holdout`` documents are held out.
+
+    Raises:
+        PEagleError: Nothing would be left to train on.
+    """
+    if holdout >= len(documents):
+        raise PEagleError(
+            f"--holdout {holdout} of {len(documents)} usable documents",
+            "nothing is left to train on",
+            "hold out fewer, or use a larger corpus",
+        )
+    cut = len(documents) - holdout
+    return list(documents[:cut]), list(documents[cut:])
+
+
+def row_budget(documents: Sequence[Document], tokens_per_step: int, cod: Cod) -> int:
+    """Rows of a full batch of these documents, a multiple of 128: batches never have more, so shapes can be fixed."""
+    bounds = np.array([most_rows(d.n, int(d.weight.sum()), cod) for d in documents])
+    mean = bounds.sum() / sum(d.n for d in documents)
+    budget = max(int(tokens_per_step * mean * 1.02), int(bounds.max()))
+    return -(-budget // BLOCK) * BLOCK
+
+
+def epoch_order(
+    documents: Sequence[Document], seed: int, epoch: int, tokens_per_step: int, budget: int, cod: Cod
+) -> list[list[int]]:
+    """The batches of an epoch, as indices into ``documents``; every document occurs once."""
+    random = generator(seed, _ORDER, epoch)
+    order = random.permutation(len(documents))
+    lengths = np.array([d.n for d in documents])
+    bounds = [most_rows(d.n, int(d.weight.sum()), cod) for d in documents]
+    per_bucket = max(1, int(_BUCKET_BATCHES * tokens_per_step / lengths.mean()))
+    batches: list[list[int]] = []
+    current: list[int] = []
+    tokens = rows = 0
+    for number, begin in enumerate(range(0, len(order), per_bucket)):
+        bucket = order[begin : begin + per_bucket]
+        bucket = bucket[np.argsort(lengths[bucket], kind="stable")]
+        # Every other bucket falling: neighbours stay alike where two buckets meet.
+        for i in (bucket if number % 2 == 0 else bucket[::-1]).tolist():
+            if current and (tokens + lengths[i] > tokens_per_step or rows + bounds[i] > budget):
+                batches.append(current)
+                current, tokens, rows = [], 0, 0
+            current.append(i)
+            tokens, rows = tokens + int(lengths[i]), rows + bounds[i]
+    batches.append(current)
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+def make_batch(documents: Sequence[Document], rows_of: Callable[[Document], tuple[Ints, Ints]]) -> Batch:
+    """Lay documents out.
+
+    Args:
+        documents: At least one.
+        rows_of: Anchors and depths of a document.
+    """
+    length = max(len(d.tokens) for d in documents)
+    tokens = np.zeros((len(documents), length), dtype=np.int64)
+    anchors, depths, owners, trained = [], [], [], []
+    for i, document in enumerate(documents):
+        tokens[i, : len(document.tokens)] = document.tokens
+        anchor, depth = rows_of(document)
+        anchors.append(anchor)
+        depths.append(depth)
+        owners.append(np.full(len(anchor), i, dtype=np.int64))
+        trained.append(document.weight[anchor + depth])
+    rows = Rows(np.concatenate(owners), np.concatenate(anchors), np.concatenate(depths))
+    order = np.lexsort((rows.depth, rows.anchor, rows.document, rows.depth > 0))
+    return Batch(
+        torch.from_numpy(tokens),
+        rows.take(order),
+        np.array([d.n for d in documents], dtype=np.int64),
+        int((rows.depth == 0).sum()),
+        np.flatnonzero(np.concatenate(trained)[order]),
+        sum(len(d.tokens) for d in documents),
+    )
+
+
+def training_batch(documents: Sequence[Document], seed: int, epoch: int, cod: Cod) -> Batch:
+    """A batch with rows drawn for (seed, epoch, sample)."""
+    return make_batch(documents, lambda d: sample_rows(d.weight, cod, generator(seed, _ROWS, epoch, d.sample)))
+
+
+def full_batch(documents: Sequence[Document], depths: int) -> Batch:
+    """A batch with every row of every depth, for evaluation."""
+    return make_batch(documents, lambda d: all_rows(d.n, depths))
+
+
+class Feed:
+    """Batches from a thread that works ahead; ``next`` gives (epoch, index in epoch, batches in epoch, batch).
+
+    Args:
+        documents: Training documents.
+        seed, tokens_per_step, budget, cod: See :func:`epoch_order`.
+        epoch, index: Where to start (a resumed run).
+    """
+
+    def __init__(
+        self, documents: Sequence[Document], seed: int, tokens_per_step: int, budget: int, cod: Cod,
+        epoch: int = 0, index: int = 0, ahead: int = 4,
+    ) -> None:  # fmt: skip
+        self._queue: queue.Queue[object] = queue.Queue(ahead)
+        self._stop = threading.Event()
+
+        def batches() -> Iterator[tuple[int, int, int, Batch]]:
+            at, first = epoch, index
+            while True:
+                order = epoch_order(documents, seed, at, tokens_per_step, budget, cod)
+                for i in range(first, len(order)):
+                    yield at, i, len(order), training_batch([documents[j] for j in order[i]], seed, at, cod)
+                at, first = at + 1, 0
+
+        def work() -> None:
+            try:
+                for item in batches():
+                    if not self._put(item):
+                        return
+            except BaseException as error:  # shown where it is seen: in the training loop
+                self._put(error)
+
+        self._thread = threading.Thread(target=work, daemon=True, name="batches")
+        self._thread.start()
+
+    def _put(self, item: object) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def next(self) -> tuple[int, int, int, Batch]:
+        """The next batch; an error of the thread is raised here."""
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        self._thread.join()

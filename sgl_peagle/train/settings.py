@@ -1,0 +1,169 @@
+"""Everything that defines a training run, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
+
+from sgl_peagle.errors import PEagleError
+from sgl_peagle.train.losses import KINDS
+from sgl_peagle.train.model import EMBEDDINGS
+from sgl_peagle.train.rows import Cod
+
+METHODS = ("peagle", "eagle3")
+ATTENTION = ("auto", "flex", "sdpa")
+
+#: What may differ between the first part of a run and its resumption: none of it changes the weights on a given device.
+FREE_ON_RESUME = ("device", "steps", "epochs", "minutes", "log_every", "checkpoint_every", "eval_every")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run.
+
+    Attributes:
+        target, corpus: Folder or hub id; folder.
+        method: ``peagle``, or ``eagle3`` (autoregressive, training-time test).
+        layers: Decoder layers of the head.
+        depths: K, drafts learned per round; for eagle3 T, the unrolled steps.
+        cod_ratio, cod_floor, strict: See :mod:`sgl_peagle.train.rows`.
+        embedding: One of :data:`~sgl_peagle.train.model.EMBEDDINGS`.
+        mask_token_id: Id of the MASK token; None for eagle3.
+        aux_layer_ids: Capture points, None for the default.
+        loss: ``kl`` or ``ce``.
+        lr, embedding_lr: Peak learning rates; the second for a trained copy of the embedding.
+        warmup, final_lr: Share of the steps that warm up; share of the peak at the end of the cosine.
+        clip: Largest norm of the gradient.
+        steps, epochs, minutes: Length of the run; exactly one is given.
+        tokens_per_step: Tokens of text in a step.
+        max_length: Documents are cut to so many tokens.
+        holdout: Documents (the last ones) kept for evaluation.
+        segments: S of the sequence partition.
+        attention: One of :data:`ATTENTION`.
+        chunk: Rows whose logits exist at once.
+        compile_loss: Fuse the passes over the logits with torch.compile.
+        eval_every: Steps between evaluations; None for an eighth of the run.
+    """
+
+    target: str
+    corpus: str
+    method: str = "peagle"
+    layers: int = 2
+    depths: int = 8
+    cod_ratio: float = 0.7
+    cod_floor: float = 0.2
+    strict: bool = True
+    embedding: str = "mask_row"
+    mask_token_id: Optional[int] = None
+    aux_layer_ids: Optional[tuple[int, ...]] = None
+    loss: str = "kl"
+    lr: float = 8e-4
+    embedding_lr: float = 1.5e-4
+    warmup: float = 0.03
+    final_lr: float = 0.02
+    clip: float = 1.0
+    steps: Optional[int] = None
+    epochs: Optional[float] = None
+    minutes: Optional[float] = None
+    tokens_per_step: int = 16384
+    max_length: int = 2048
+    holdout: int = 0
+    seed: int = 0
+    segments: int = 1
+    attention: str = "auto"
+    chunk: int = 4096
+    compile_loss: bool = False
+    device: str = "auto"
+    log_every: int = 20
+    checkpoint_every: int = 1000
+    eval_every: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("method", METHODS), ("embedding", EMBEDDINGS), ("loss", KINDS), ("attention", ATTENTION),
+        ):  # fmt: skip
+            if getattr(self, name) not in known:
+                _refuse(f"{name} is {getattr(self, name)!r}", "it is not known", f"use one of {', '.join(known)}")
+        least = dict.fromkeys(
+            "layers depths tokens_per_step segments chunk log_every checkpoint_every".split(), 1
+        ) | {"max_length": 3, "holdout": 0, "seed": 0}  # fmt: skip
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                _refuse(f"{name} is {getattr(self, name)}", f"it must be at least {low}", "correct it")
+        if not 0 < self.cod_ratio <= 1 or not 0 <= self.cod_floor <= 1:
+            _refuse(
+                f"cod_ratio is {self.cod_ratio}, cod_floor {self.cod_floor}",
+                "they are shares of the rows",
+                "use a ratio in (0, 1] and a floor in [0, 1]",
+            )
+        if not self.lr > 0 or not self.embedding_lr > 0 or not self.clip > 0:
+            _refuse("a learning rate or the clip is not positive", "nothing would be learned", "correct it")
+        given = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
+        if len(given) != 1:
+            what = f"{' and '.join(given)} are given" if given else "the length of the run is not given"
+            _refuse(what, "exactly one of steps, epochs and minutes says when to stop", "give one of them")
+        if getattr(self, given[0]) <= 0:
+            _refuse(f"{given[0]} is {getattr(self, given[0])}", "nothing would be trained", "give a positive number")
+        self._check_method()
+
+    def _check_method(self) -> None:
+        if self.method == "peagle":
+            if self.mask_token_id is None:
+                _refuse(
+                    "no MASK token id is given",
+                    "MASK rows are fed the embedding of one reserved id, and which one is free depends on the tokenizer",
+                    "pass --mask-token-id with an id that never occurs in text (SmolLM2: 16)",
+                )
+            if self.embedding == "frozen":
+                _refuse("a P-EAGLE head with a frozen embedding", "its MASK row must learn", "use --embedding mask_row")
+            return
+        if self.layers != 1:
+            _refuse(
+                f"an EAGLE-3 head of {self.layers} layers",
+                "the autoregressive baseline, and stock SGLang's drafter, is one layer",
+                "use --layers 1",
+            )
+        if self.embedding != "frozen" or self.mask_token_id is not None:
+            _refuse(
+                "an EAGLE-3 head with an own embedding or a MASK id",
+                "stock SGLang serves EAGLE-3 heads with the target's embedding",
+                "leave out --embedding and --mask-token-id",
+            )
+        if self.segments != 1:
+            _refuse("segments with eagle3", "the sequence partition is P-EAGLE's", "leave out --segments")
+
+    @property
+    def cod(self) -> Cod:
+        """Sampling of rows; EAGLE-3 has next-token rows only, and unrolls them."""
+        return Cod(self.depths if self.method == "peagle" else 1, self.cod_ratio, self.cod_floor)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def _refuse(what: str, why: str, fix: str) -> None:
+    raise PEagleError(what, why, fix)
+
+
+def check_resumed(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with a run under other settings.
+
+    Raises:
+        PEagleError: A setting that changes the weights differs.
+    """
+    differing = [
+        f"{name} {saved.get(name)!r} -> {value!r}"
+        for name, value in now.items()
+        if name not in FREE_ON_RESUME and _plain(saved.get(name)) != _plain(value)
+    ]
+    if differing:
+        raise PEagleError(
+            f"the run was started with other settings: {'; '.join(differing)}",
+            "a resumed run is the same run",
+            "pass the same options, or start a new run in another folder",
+        )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
