@@ -159,10 +159,11 @@ def _chunks(
 ) -> Iterator[tuple[str, int]]:
     """Runs of whole lines of ``low`` … ``high`` tokens (the goal drawn per chunk), with their true token counts."""
     lines = source.splitlines()
+    weights = [len(line.strip()) + 2 for line in lines]  # indentation and line end are a token or two
     if not lines:
         return
-    whole, *apart = tokens([source, *(line + "\n" for line in lines)])
-    costs = [cost * whole / sum(apart) for cost in apart]  # lines apart have more tokens than lines together
+    scale = tokens([source])[0] / sum(weights)
+    costs = [weight * scale for weight in weights]
     begin, serial = 0, 0
     while begin < len(lines):
         goal, total, end = low + _digest(module, serial) % (high - low + 1), 0.0, begin
