@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import click
 
@@ -76,12 +77,62 @@ def data(
         raise click.ClickException(str(error)) from error
 
 
+@click.command()
+@click.option("--head", "heads", type=_FOLDER, multiple=True, required=True, help="P-EAGLE or EAGLE-3 head (repeatable).")
+@click.option("--target", required=True, help="Folder or hub id of the target.")
+@click.option("--corpus", "corpora", type=_FOLDER, multiple=True, required=True, help="Evaluation corpus (repeatable).")
+@click.option("--k", "ks", default="3,5,7", show_default=True, help="Drafts per round, comma separated.")
+@click.option("--device", help="Default: cuda where there is a GPU, else cpu.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: bfloat16 on a GPU, else float32.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only so many documents of each corpus.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write; must not exist.")
+def evaluate(
+    heads: tuple[Path, ...],
+    target: str,
+    corpora: tuple[Path, ...],
+    ks: str,
+    device: Optional[str],
+    dtype: Optional[str],
+    limit: Optional[int],
+    out: Optional[Path],
+) -> None:
+    """Teacher-forced acceptance of heads along the target's own answers (no engine)."""
+    import torch
+
+    from sgl_peagle.train.acceptance import Evaluator, report, table
+    from sgl_peagle.train.corpus import Corpus
+
+    try:
+        numbers = sorted({int(k) for k in ks.split(",")})
+        assert numbers[0] >= 1
+    except (ValueError, AssertionError) as error:
+        raise click.BadParameter("give numbers of drafts, such as 3,5,7", param_hint="--k") from error
+    if out is not None and out.exists():
+        raise click.ClickException(f"{out} exists\n  why: it may hold earlier results\n  fix: choose another file")
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    results: dict[str, dict[str, Any]] = {}
+    try:
+        evaluator = Evaluator(target, heads, where, getattr(torch, dtype) if dtype else None)
+        for folder in corpora:
+            corpus = Corpus.open(folder)
+            for path, documents in zip(heads, evaluator.run(corpus, numbers[-1], limit=limit)):
+                results.setdefault(str(path), {})[folder.name] = report(documents, numbers)
+    except PEagleError as error:
+        raise click.ClickException(str(error)) from error
+    short = results if len({path.name for path in heads}) < len(heads) else {Path(n).name: r for n, r in results.items()}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"kind": "teacher-forced", "heads": short}, indent=1) + "\n")
+    click.echo(table(short))
+
+
 @click.group()
 def main() -> None:
     """Data and evaluation of P-EAGLE heads."""
 
 
 main.add_command(data)
+main.add_command(evaluate)
 
 if __name__ == "__main__":
     main()
