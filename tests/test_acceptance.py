@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pair
@@ -201,3 +202,33 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Other"]}))
     with pytest.raises(PEagleError, match="mask_hidden"):
         head_of(folder)
+
+
+@pytest.mark.skipif(find_spec("sglang") is None or torch.accelerator.is_available(), reason="needs SGLang on a CPU")
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_walk_equals_the_engine(method: str, tmp_path: Path) -> None:
+    """Rounds and tokens of real CPU engines, request by request, are those of the walk (float32)."""
+    import harness
+
+    k, new = 3, 30
+    head = pair.HEAD if method == "peagle" else make_eagle3(tmp_path / "eagle3")
+    arguments = {"speculative_num_draft_tokens": k + 1, "speculative_draft_model_path": str(head)}
+    if method == "peagle":
+        arguments["speculative_algorithm"] = "PEAGLE"
+    else:
+        arguments |= {"speculative_algorithm": "EAGLE3", "speculative_num_steps": k, "speculative_eagle_topk": 1}
+    prompts = [list(prompt) for prompt in pair.prompts(40) if len(prompt) > 3][:8]
+    sampling = {"temperature": 0, "max_new_tokens": new}
+    outputs = harness.with_engine(
+        lambda engine: engine.generate(input_ids=prompts, sampling_params=sampling), model_path=str(pair.TARGET), **arguments
+    )
+    answers = [list(output["output_ids"]) for output in outputs]
+    documents = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
+    (found,) = Evaluator(str(pair.TARGET), [head], "cpu").run(Corpus.of(documents, {}), k)
+    rounds = {"walk": [], "engine": []}
+    for document, output in zip(found, outputs):
+        rounds["walk"].append(summarise([document], k)["walk"]["rounds"])
+        rounds["engine"].append(output["meta_info"].get("spec_verify_ct", 0))
+    assert rounds["walk"] == rounds["engine"]
+    engine_length = sum(len(a) - 1 for a in answers) / sum(rounds["engine"])
+    assert summarise(found, k)["walk"]["tokens_per_round"] == pytest.approx(engine_length, abs=1e-4)
