@@ -1,0 +1,329 @@
+"""Acceptance length in the real engine: PEAGLE and EAGLE3 heads, several K, prompt sets and temperatures.
+
+    python bench/acceptance.py --target T --peagle HEAD --eagle3 HEAD --k 3,5,7 \\
+        --prompts human_eval=FILE --prompts mt_bench=FILE --long-code 16 --out bench/results/acceptance-NAME.json
+
+One engine per (method, K). Acceptance length is (completion_tokens - 1) / spec_verify_ct, summed over requests before
+dividing (the prefill gives the first token; no round does); per-position rates are SGLang's histogram of accepted
+drafts. ``one_plus_accepted`` is 1 plus the sum of those rates: a little more, as it counts drafts beyond an answer's end. Cells that the file already holds are skipped, so an interrupted run is continued by the same command.
+``--table FILE`` prints a file as Markdown and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Iterator, NamedTuple, Optional, Sequence
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+#: Classes of context length: the prompt and half of the answer, in tokens.
+CONTEXTS = (512, 1024, 2048, 4096, 8192)
+ON_CPU = (
+    "temperature {} is left out: SGLang verifies greedily on a CPU at any temperature, so the result would be that of "
+    "temperature 0"
+)
+
+
+class Setup(NamedTuple):
+    """One engine: how it drafts, with which head, and how many drafts."""
+
+    method: str
+    head: Path
+    k: int
+
+
+class PromptSet(NamedTuple):
+    """Conversations by their first turns' ids, and the user's later turns as text."""
+
+    name: str
+    first: list[list[int]]
+    later: list[tuple[str, ...]]
+
+
+def prompt_sets(options: argparse.Namespace) -> tuple[Any, list[PromptSet]]:
+    """The chat format of the target and the prompt sets that were asked for."""
+    from sgl_peagle.train.chat import ChatFormat
+    from sgl_peagle.train.prompts import read_prompts
+    from sgl_peagle.train.stdlib_code import LONG_CODE, long_code_prompts
+
+    chat, sets = ChatFormat.of(options.target), {}
+    for entry in options.prompts:
+        name, _, file = entry.partition("=")
+        if not file:
+            sys.exit(f"--prompts {entry}: give NAME=FILE")
+        sets[name] = read_prompts(Path(file), name)[: options.limit]
+    if options.long_code:
+        sets[LONG_CODE] = long_code_prompts(options.long_code, chat.counts)
+    if not sets:
+        sys.exit("no prompts: give --prompts NAME=FILE or --long-code N")
+    room = context_length(options.target) - options.max_new_tokens - 16
+    found = []
+    for name, prompts in sets.items():
+        ids = [chat.prompt(prompt.messages()) for prompt in prompts]
+        fit = [i for i, prompt in enumerate(ids) if len(prompt) <= room]
+        found.append(PromptSet(name, [ids[i] for i in fit], [prompts[i].turns[1:] for i in fit]))
+    return chat, found
+
+
+def context_length(target: Path) -> int:
+    return int(json.loads((target / "config.json").read_text())["max_position_embeddings"])
+
+
+def serve(engine: Any, chat: Any, wanted: PromptSet, temperature: float, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All turns of a set; one record per request (a turn of a conversation)."""
+    from sgl_peagle.train.filters import loop_start
+
+    sampling = {"temperature": temperature, "max_new_tokens": options.max_new_tokens, "stop_token_ids": sorted(chat.eos)}
+    room = context_length(options.target) - options.max_new_tokens - 16
+    pending, turn, records = dict(enumerate(wanted.first)), 0, []
+    while pending:
+        order = list(pending)
+        outputs = engine.generate(input_ids=[pending[i] for i in order], sampling_params=sampling)
+        following: dict[int, list[int]] = {}
+        for i, output in zip(order, outputs):
+            ids, meta = list(output["output_ids"]), output["meta_info"]
+            records.append(
+                {
+                    "prompt_tokens": len(pending[i]), "completion_tokens": meta["completion_tokens"],
+                    "rounds": meta.get("spec_verify_ct", 0), "loops": loop_start(ids) is not None,
+                    "histogram": list(meta.get("spec_correct_drafts_histogram") or []),
+                }  # fmt: skip
+            )
+            if turn < len(wanted.later[i]):
+                ended = bool(ids) and ids[-1] in chat.eos
+                longer = pending[i] + ids + chat.next_turn(wanted.later[i][turn], ended=ended)
+                if len(longer) <= room:
+                    following[i] = longer
+        pending, turn = following, turn + 1
+    return records
+
+
+def cells(records: Sequence[dict[str, Any]], k: int) -> Iterator[dict[str, Any]]:
+    """Acceptance over all contexts and by context class, with and without looping answers."""
+    for loops in ("included", "excluded"):
+        calm = [r for r in records if r["rounds"] and (loops == "included" or not r["loops"])]
+        if calm:
+            yield {"loops": loops, "context": "all", **acceptance(calm, k)}
+        for low, high in zip((0, *CONTEXTS), CONTEXTS):
+            inside = [r for r in calm if low < r["prompt_tokens"] + r["completion_tokens"] / 2 <= high]
+            if inside:
+                yield {"loops": loops, "context": f"<={high}", **acceptance(inside, k)}
+
+
+def acceptance(records: Sequence[dict[str, Any]], k: int) -> dict[str, Any]:
+    rounds = sum(r["rounds"] for r in records)
+    accepted = [sum(sum(r["histogram"][j + 1 :]) for r in records) for j in range(k)]
+    per_request = [(r["completion_tokens"] - 1) / r["rounds"] for r in records]
+    return {
+        "acceptance_length": round(sum(r["completion_tokens"] - 1 for r in records) / rounds, 4),
+        "mean_of_requests": round(sum(per_request) / len(per_request), 4),
+        "one_plus_accepted": round(1 + sum(accepted) / rounds, 4),
+        "per_position": [round(count / rounds, 4) for count in accepted],
+        "rounds": rounds, "requests": len(records), "completion_tokens": sum(r["completion_tokens"] for r in records),
+    }  # fmt: skip
+
+
+def engine_arguments(setup: Setup, options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model_path": str(options.target), "skip_tokenizer_init": True, "context_length": context_length(options.target),
+        "speculative_draft_model_path": str(setup.head), "speculative_num_draft_tokens": setup.k + 1, "random_seed": 0,
+    }  # fmt: skip
+    if setup.method == "peagle":
+        arguments["speculative_algorithm"] = "PEAGLE"
+    else:
+        arguments |= {
+            "speculative_algorithm": "EAGLE3", "speculative_num_steps": setup.k, "speculative_eagle_topk": 1,
+        }  # fmt: skip
+    if on_gpu:
+        arguments |= {
+            "device": "cuda", "dtype": "bfloat16", "disable_cuda_graph": False, "disable_prefill_cuda_graph": True,
+            "cuda_graph_max_bs_decode": options.concurrency, "max_running_requests": options.concurrency,
+            "mem_fraction_static": 0.6, "max_total_tokens": None,
+        }  # fmt: skip
+    else:
+        arguments |= {"max_total_tokens": 16384, "max_running_requests": min(options.concurrency, 8)}
+    for entry in options.engine:
+        key, _, value = entry.partition("=")
+        arguments[key] = json.loads(value) if value[:1] in "0123456789tfn[{\"" and _is_json(value) else value
+    return arguments
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def run_engine(setup: Setup, work: list[tuple[PromptSet, float]], chat: Any, options: argparse.Namespace, on_gpu: bool) -> list[Any]:
+    """One engine, its cells' records in the order of ``work``."""
+    import harness
+
+    def use(engine: Any) -> list[Any]:
+        engine.generate(input_ids=[chat.opening] * 2, sampling_params={"temperature": 0, "max_new_tokens": 8})  # warm-up
+        return [serve(engine, chat, wanted, temperature, options) for wanted, temperature in work]
+
+    arguments = engine_arguments(setup, options, on_gpu)
+    try:
+        return harness.with_engine(use, timeout=options.timeout, **arguments)
+    except harness.EngineFailed as error:
+        if "re-initialize CUDA" not in str(error):
+            raise
+        harness.START_METHOD = "spawn"  # its imports are paid again in each process
+        return harness.with_engine(use, timeout=options.timeout, **arguments)
+
+
+def environment() -> dict[str, str]:
+    """What was measured on; asks nvidia-smi, since this process must not initialise CUDA."""
+
+    def ask(*command: str) -> str:
+        try:
+            return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, cwd=ROOT).strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+    def installed(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "none"
+
+    gpu = ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    name, _, driver = (gpu[0] if gpu else "none").partition(", ")
+    return {
+        "gpu": name, "driver": driver, "torch": installed("torch"), "triton": installed("triton"),
+        "sglang": installed("sglang"), "sgl_peagle": ask("git", "rev-parse", "--short", "HEAD") or installed("sgl-peagle"),
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def table(report: dict[str, Any]) -> str:
+    """The file's cells over all contexts, then by context, as Markdown."""
+    lines = ["| method | head | prompts | T | K | AL | AL without loops | per position | rounds |", "|---|---|---|---|---|---|---|---|---|"]
+    found = report["cells"]
+    for cell in found:
+        if cell["loops"] != "included" or cell["context"] != "all":
+            continue
+        calm = next((c for c in found if same(c, cell) and c["loops"] == "excluded" and c["context"] == "all"), None)
+        shares = " ".join(f"{share:.2f}" for share in cell["per_position"])
+        quiet = f"{calm['acceptance_length']:.2f}" if calm else "–"
+        lines.append(
+            f"| {cell['method']} | {cell['head']} | {cell['prompts']} | {cell['temperature']:g} | {cell['k']} | "
+            f"{cell['acceptance_length']:.2f} | {quiet} | {shares} | {cell['rounds']} |"
+        )
+    lines += ["", "By context length (loops included):", "", "| method | prompts | T | K | context | AL | rounds |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {c['method']} | {c['prompts']} | {c['temperature']:g} | {c['k']} | {c['context']} | {c['acceptance_length']:.2f} | {c['rounds']} |"
+        for c in found
+        if c["loops"] == "included" and c["context"] != "all"
+    ]
+    return "\n".join(lines)
+
+
+def identity(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell[key] for key in ("target", "head", "method", "prompts", "k", "temperature"))
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return identity(a) == identity(b)
+
+
+def write(file: Path, report: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".part")
+    partial.write_text(json.dumps(report, indent=1) + "\n")
+    partial.replace(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print a result file and stop")
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--target-name", help="what to call the target in the results; default: its folder's name")
+    parser.add_argument("--peagle", type=Path, action="append", default=[], metavar="HEAD")
+    parser.add_argument("--eagle3", type=Path, action="append", default=[], metavar="HEAD")
+    parser.add_argument("--k", default="3,5,7")
+    parser.add_argument("--prompts", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--long-code", type=int, default=0, metavar="N", help="add stdlib-long-code, N prompts per length")
+    parser.add_argument("--limit", type=int, help="only so many prompts of each file")
+    parser.add_argument("--temperature", default="0,0.7")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--engine", action="append", default=[], metavar="KEY=VALUE", help="further engine argument")
+    parser.add_argument("--timeout", type=float, default=500, help="seconds for one engine, start included")
+    parser.add_argument("--budget", type=float, default=1e9, help="start no further engine after so many seconds")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.table.read_text())))
+        return
+    if not options.target or not options.out or not (options.peagle or options.eagle3):
+        parser.error("give --target, --out, and --peagle or --eagle3")
+    begin = time.perf_counter()
+    on_gpu = Path("/dev/nvidia0").exists()
+    temperatures = [float(t) for t in options.temperature.split(",")]
+    for temperature in temperatures if not on_gpu else []:
+        if temperature > 0:
+            print(ON_CPU.format(temperature), flush=True)
+    temperatures = [t for t in temperatures if on_gpu or t == 0]
+    report: dict[str, Any] = {"cells": []}
+    if options.out.exists():
+        report = json.loads(options.out.read_text())
+    report = {"environment": environment(), "concurrency": options.concurrency, "max_new_tokens": options.max_new_tokens} | {
+        "failed": {}, **report
+    }  # fmt: skip
+
+    import harness
+
+    harness.import_sglang()
+    chat, sets = prompt_sets(options)
+    target = options.target_name or options.target.name
+    heads = [("peagle", head) for head in options.peagle] + [("eagle3", head) for head in options.eagle3]
+    setups = [Setup(method, head, int(k)) for k in options.k.split(",") for method, head in heads]
+    for setup in setups:
+        stamp = {"target": target, "head": setup.head.name, "method": setup.method, "k": setup.k}
+        there = {identity(cell) for cell in report["cells"]}
+        work = [
+            (wanted, temperature)
+            for wanted in sets
+            for temperature in temperatures
+            if identity(stamp | {"prompts": wanted.name, "temperature": temperature}) not in there
+        ]
+        label = f"{setup.method} {setup.head.name} K={setup.k}"
+        if not work:
+            print(f"{label}: all cells are there", flush=True)
+            continue
+        if time.perf_counter() - begin > options.budget:
+            print(f"{label}: not run, out of time", flush=True)
+            continue
+        started = time.perf_counter()
+        failure: Optional[str] = None
+        try:
+            outcomes = run_engine(setup, work, chat, options, on_gpu)
+        except harness.EngineFailed as error:
+            failure = str(error)
+            print(f"{label}: FAILED\n{failure[-3000:]}", flush=True)
+            report["failed"][label] = failure.strip().splitlines()[-1][:500]
+            write(options.out, report)
+            continue
+        report["failed"].pop(label, None)
+        for (wanted, temperature), records in zip(work, outcomes):
+            full = stamp | {"prompts": wanted.name, "temperature": temperature}
+            report["cells"] += [full | cell for cell in cells(records, setup.k)]
+        write(options.out, report)
+        print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
+    write(options.out, report)
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Training prompts of all sources, filtered; among them those that the target makes up itself.
+
+Self-synthesis: an instruct model that is given its chat template up to the opened user turn writes a user's prompt.
+A small model's own prompts are of few kinds, so half of them start from a committed list of openers.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable, Optional
+
+from sgl_peagle.train import stdlib_code
+from sgl_peagle.train.chat import ChatFormat
+from sgl_peagle.train.filters import PROMPT_TOKENS, Duplicates, HeldOut, prompt_fault
+from sgl_peagle.train.generate import Conversation, Request, Target, converse_once
+from sgl_peagle.train.prompts import Prompt, in_random_order, openers, read_prompts
+
+if TYPE_CHECKING:
+    from sgl_peagle.train.regenerate import Settings
+
+#: Most tokens of a sampled user turn.
+MOST_SAMPLED = PROMPT_TOKENS[1]
+#: Samples drawn in the first round for each prompt wanted; a second round makes up for what the filters took.
+OVERSAMPLING = 1.5
+_TEMPERATURE, _TOP_P = 1.0, 0.99
+
+
+class Sources:
+    """The files that a run reads: training prompts, and the held-out sets.
+
+    Args:
+        gsm8k: JSONL with GSM8K's training questions, or None.
+        extra: Further JSONL files with training prompts.
+        held_out: JSONL files of evaluation prompts; a file's stem is its set's name.
+        gsm8k_test: Only so many prompts of a set called ``gsm8k_test`` are answered (all are held out).
+    """
+
+    def __init__(
+        self, gsm8k: Optional[Path] = None, extra: tuple[Path, ...] = (), held_out: tuple[Path, ...] = (),
+        gsm8k_test: int = 200,
+    ) -> None:  # fmt: skip
+        self.training = [p for file in extra for p in read_prompts(file)]
+        self.training += [] if gsm8k is None else read_prompts(gsm8k, "gsm8k")
+        sets = {file.stem: read_prompts(file) for file in held_out}
+        self.held_out_prompts = [prompt for prompts in sets.values() for prompt in prompts]
+        self.evaluation_sets = {n: p[:gsm8k_test] if n == "gsm8k_test" else p for n, p in sets.items()}
+
+    def long_code(self, each: int, tokens: Callable[[list[str]], list[int]]) -> list[Prompt]:
+        """The long-code evaluation set."""
+        return stdlib_code.long_code_prompts(each, tokens)
+
+
+@dataclass
+class Gathered:
+    """Prompts after the filters.
+
+    Attributes:
+        train: Training prompts in a random order.
+        tune: Synthetic prompts kept for tuning.
+        dropped: Reason -> how many prompts were dropped for it.
+        sampled: How many prompts the target made up, before the filters.
+    """
+
+    train: list[Prompt]
+    tune: list[Prompt]
+    dropped: dict[str, int] = field(default_factory=dict)
+    sampled: int = 0
+
+
+def user_turn(ids: list[int], chat: ChatFormat) -> Request:
+    """Let the target write a user turn behind ``ids``."""
+    return Request(ids, MOST_SAMPLED, chat.user_ends, _TEMPERATURE, _TOP_P)
+
+
+def gather(settings: "Settings", sources: Sources, chat: ChatFormat, target: Callable[[], Target]) -> Gathered:
+    """Training and tuning prompts: files, code, long code, and synthetic ones; none overlaps a held-out one.
+
+    Args:
+        target: Gives the running target; called only if prompts are to be made up.
+    """
+    found = Gathered([], [])
+    held_out = HeldOut(prompt.text for prompt in sources.held_out_prompts)
+    if settings.long_code:
+        for prompt in sources.long_code(settings.long_code, chat.counts):
+            held_out.add(prompt.text)
+    synthetic = _synthetic(settings, chat, target, held_out, found) if settings.synthetic else []
+    tune = min(settings.tune, len(synthetic) // 2)
+    found.tune, rest = synthetic[:tune], synthetic[tune:]
+    for prompt in found.tune:
+        held_out.add(prompt.text)
+
+    others = list(sources.training)
+    if settings.code:
+        others += stdlib_code.code_prompts(settings.code)
+    if settings.long:
+        others += stdlib_code.long_prompts(settings.long, chat.counts)
+    whole = Duplicates(0)  # code tasks share wordings on purpose, so only whole repeats count
+    for prompt in others:
+        if any(token in prompt.text for token in chat.special_texts):
+            _drop(found, f"{prompt.source}: template token")
+        elif held_out.overlaps(prompt.text):
+            _drop(found, f"{prompt.source}: shares 13 words with a held-out prompt")
+        elif not whole.is_new(prompt.text):
+            _drop(found, f"{prompt.source}: duplicate")
+        else:
+            found.train.append(prompt)
+    found.train = in_random_order(found.train + rest)
+    return found
+
+
+def _drop(found: Gathered, reason: str) -> None:
+    found.dropped[reason] = found.dropped.get(reason, 0) + 1
+
+
+def _synthetic(
+    settings: "Settings", chat: ChatFormat, target: Callable[[], Target], held_out: HeldOut, found: Gathered
+) -> list[Prompt]:
+    """Prompts that the target makes up, in the order of their hashes."""
+    wanted = settings.synthetic + settings.tune
+    seen, kept = Duplicates(), []
+    draw = random.Random(settings.seed)
+    beginnings = openers()
+    number = int(wanted * OVERSAMPLING) + 1
+    for turn in (1, 2):
+        starts = ["" if i % 2 else draw.choice(beginnings) for i in range(number)]
+        texts = converse_once(target(), [_made_up(start, chat) for start in starts], f"prompts, round {turn}")
+        found.sampled += number
+        for text in texts:
+            fault = _fault(text, chat, held_out, seen)
+            if fault is None:
+                kept.append(Prompt("synthetic", (text,)))
+            else:
+                _drop(found, f"synthetic: {fault}")
+        missing = wanted - len(kept)
+        if missing <= 0 or not kept:
+            break
+        number = int(min(missing / (len(kept) / number), wanted) * 1.1) + 1
+    return in_random_order(kept)[:wanted]
+
+
+def _fault(text: Optional[str], chat: ChatFormat, held_out: HeldOut, seen: Duplicates) -> Optional[str]:
+    if text is None:
+        return "not ended"
+    fault = prompt_fault(text, chat.count(text), chat.special_texts)
+    if fault is None and held_out.overlaps(text):
+        fault = "shares 13 words with a held-out prompt"
+    if fault is None and not seen.is_new(text):
+        fault = "duplicate"
+    return fault
+
+
+def _made_up(beginning: str, chat: ChatFormat) -> Conversation:
+    """A sampled user turn as text; None where the target did not end it."""
+    before = chat.opened_user(beginning)
+    reply = yield user_turn(before, chat)
+    return chat.user_text(before[len(chat.opening) :] + reply.ids) if reply.ended else None
