@@ -443,6 +443,7 @@ class Sweep:
         self.prepare()
         specs = [(n, s) for n, s in enumerate(self.specs()) if self.missing(s)]
         total = sum(len(self.missing(spec)) for _n, spec in specs)
+        tqdm.monitor_interval = 0  # its thread would be forked, too
         self._bar = tqdm(total=total, unit="cell", desc="sweep", dynamic_ncols=True, mininterval=2)
         for number, spec in specs:
             if self.out_of_time(len(self.missing(spec))):
