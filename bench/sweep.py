@@ -117,7 +117,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def on_cuda(device: str) -> bool:
     """Whether to measure on a GPU; asks the file system, since asking torch would initialise CUDA."""
-    return device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl"))
+    return device == "cuda" or (device == "auto" and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/nvidia0"))))
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
@@ -187,19 +187,35 @@ class Sweep:
         paths = [str(ROOT), str(BENCH), str(site)]
         sys.path[:0] = [str(site)]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths + [p for p in [os.environ.get("PYTHONPATH", "")] if p])
-        if self.options.start != "spawn":
-            import sweep_engine
-            import sweep_process
-
-            began = time.monotonic()
-            sweep_process.import_sglang()
-            self.run = sweep_engine.main
-            self.note(f"imported SGLang in {time.monotonic() - began:.0f} s")
         from environment import environment
 
-        self.environment = environment(options.gpu) | {"start_method": "spawn" if self.run is None else "fork"}
+        self.environment = environment(options.gpu) | {"start_method": "spawn"}
         self.report = self._load()
         self.write()
+
+    def _import_for_forks(self) -> None:
+        """Import SGLang here and see whether forks can work; ``run`` stays None if they cannot."""
+        import sweep_cuda
+        import sweep_engine
+        import sweep_process
+
+        began = time.monotonic()
+        initialised: Callable[[], Optional[str]] = lambda: None
+        if self.cuda:
+            try:
+                initialised = sweep_cuda.answer_for_torch(sweep_cuda.device_properties())
+            except Exception as error:
+                self.note(f"engines will be spawned: {error}")
+                return
+        sweep_process.import_sglang()
+        self.note(f"imported SGLang in {time.monotonic() - began:.0f} s")
+        if initialised() is not None:
+            self.note(f"importing initialised CUDA, so engines will be spawned; it happened at\n{initialised()}")
+        elif self.cuda and not sweep_cuda.fork_can_use_cuda():
+            self.note("a fork cannot use the GPU, so engines will be spawned")
+        else:
+            self.run = sweep_engine.main
+            self.environment["start_method"] = "fork"
 
     def _load(self) -> dict[str, Any]:
         names = ("models", "methods", "k", "concurrency", "vocab", "preset", "input_tokens", "output_tokens", "repeats",
@@ -443,6 +459,8 @@ class Sweep:
         self.prepare()
         specs = [(n, s) for n, s in enumerate(self.specs()) if self.missing(s)]
         total = sum(len(self.missing(spec)) for _n, spec in specs)
+        if specs and self.options.start != "spawn":
+            self._import_for_forks()
         tqdm.monitor_interval = 0  # its thread would be forked, too
         self._bar = tqdm(total=total, unit="cell", desc="sweep", dynamic_ncols=True, mininterval=2)
         for number, spec in specs:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -46,6 +47,8 @@ def fork_server() -> None:
             try:
                 os.close(alive_write)
                 forkserver.main(os.dup(listener.fileno()), alive_read, [])
+            except SystemExit:
+                pass  # the engine's process is gone
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -157,16 +160,20 @@ def log_tail(log: Path, characters: int = 3000) -> str:
     return text[-characters:]
 
 
+#: Says that another process of the engine failed, not why.
+_CONSEQUENCES = ("scheduler died during initialization", "subprocess", "EOFError")
+
+
 def reason(log: Path) -> str:
-    """The line of a log that says best why an engine ended: its last exception, or its last line."""
+    """The line of a log that says best why an engine ended: its last exception that is a cause, or its last line."""
     lines = [line.strip() for line in log_tail(log, 200_000).splitlines() if line.strip()]
-    errors = [line for line in lines if _is_error(line)]
-    return (errors or lines or ["no output"])[-1][:400]
+    errors = [line for line in lines if _ERROR.match(line)]
+    causes = [line for line in errors if not any(text in line for text in _CONSEQUENCES)]
+    return (causes or errors or lines or ["no output"])[-1][:400]
 
 
-def _is_error(line: str) -> bool:
-    name = line.split(":")[0].split(" ")[-1]
-    return ":" in line and name.endswith(("Error", "Exception", "Timeout")) and "self.send_signal" not in line
+#: A traceback's last line.
+_ERROR = re.compile(r"^[\w.]*(Error|Exception|Timeout|Interrupt)\b.*")
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
