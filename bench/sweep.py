@@ -67,7 +67,7 @@ def arguments(argv: Optional[list[str]] = None) -> argparse.Namespace:
     add("--input-tokens", type=int, default=256)
     add("--output-tokens", type=int, default=256)
     add("--repeats", type=int, default=3, help="waves per length behind ms_round")
-    add("--profile", nargs="*", type=int, default=[8], metavar="C", help="profile engines with speculation at these")
+    add("--profile", nargs="*", type=int, default=[8, 1], metavar="C", help="concurrencies at which to profile speculation")
     add("--simulate-tokens", default="fixed", choices=("fixed", "real-draft-token"), help="SGLANG_SIMULATE_ACC_TOKEN_MODE")
     add("--target", type=Path, help="a real target (with --prompts): real acceptance")
     add("--head-peagle", type=Path, help="a real P-EAGLE head")
@@ -154,6 +154,7 @@ class Sweep:
         self.options = options
         self.cuda = on_cuda(options.device)
         self.begin = time.monotonic()
+        self.deadline = time.time() + options.budget_seconds if options.budget_seconds else None
         self.workdir = options.workdir or Path(tempfile.mkdtemp(prefix="sgl-peagle-sweep-"))
         self.workdir.mkdir(parents=True, exist_ok=True)
         self.run: Optional[Callable[[Path], None]] = None
@@ -292,6 +293,14 @@ class Sweep:
             wanted = [c for c in wanted if c in (1, 8, 64)]
         return [c for c in wanted if cell_key(self.base(spec, c)) not in done]
 
+    def missing_profiles(self, spec: EngineSpec) -> list[int]:
+        """Concurrencies at which this engine has not been profiled yet."""
+        entries = self.report["host_sync"]
+        fields = ("model", "method", "k", "vocab", "preset")
+        same = [e for e in entries if "error" not in e and all(e[name] == getattr(spec, name) for name in fields)]
+        done = {entry["concurrency"] for entry in same}
+        return [c for c in self.options.profile if spec.k and c not in done]
+
     def job(self, spec: EngineSpec, concurrencies: list[int], name: str) -> tuple[Path, dict[str, str]]:
         """Write model folders and the job of an engine; returns the job file and the engine's environment."""
         import sweep_models
@@ -336,7 +345,8 @@ class Sweep:
         job = {
             "engine_args": args, "probe": str(probe), "scratch": str(self.workdir), "log": str(self.workdir / f"{name}.log"),
             "concurrencies": concurrencies, "prompts_for": {str(c): prompts_for(c) for c in concurrencies},
-            "profile": [c for c in options.profile if spec.k], "profile_delay": 0.5 if self.cuda else 0.3, "profile_tokens": max(1024, options.output_tokens),
+            "profile": self.missing_profiles(spec), "deadline": self.deadline,
+            "profile_delay": 0.5 if self.cuda else 0.3, "profile_tokens": max(1024, options.output_tokens),
             "input_tokens": options.input_tokens, "output_tokens": options.output_tokens,
             "short_tokens": max(2, options.output_tokens // 4), "repeats": options.repeats, "vocab_size": vocab_size,
             "prompts": prompts, "seed": 1,
@@ -361,6 +371,9 @@ class Sweep:
 
         while True:
             todo = self.missing(spec)
+            if self.out_of_time(len(todo)):
+                self.note(f"{spec.name}: not started, the time is nearly over (--continue measures it another time)")
+                return
             name = f"engine-{number}-{spec.method}-{spec.k}-{spec.vocab}" + ("" if self.run else "-spawn")
             self.note(f"{spec.name}: starting ({'fork' if self.run else 'spawn'}) for concurrencies {todo}")
             log = self.workdir / f"{name}.log"
@@ -438,6 +451,8 @@ class Sweep:
                 elif "host_sync" in line:
                     self.report["host_sync"].append(asdict(spec) | line["host_sync"])
                     self.note(f"{spec.name} profile: {json.dumps(line['host_sync'])[:600]}")
+                elif "skipped" in line:
+                    self.note(f"{spec.name}: the time is over, left out: {line['skipped']}")
                 elif "first_generation_s" in line:
                     self.report["engines"][-1] |= line
                 done |= "done" in line
@@ -464,9 +479,6 @@ class Sweep:
         tqdm.monitor_interval = 0  # its thread would be forked, too
         self._bar = tqdm(total=total, unit="cell", desc="sweep", dynamic_ncols=True, mininterval=2)
         for number, spec in specs:
-            if self.out_of_time(len(self.missing(spec))):
-                self.note(f"{spec.name}: not started, the time is nearly over (--continue measures it another time)")
-                continue
             self.measure(spec, number)
         self._bar.close()
         self._bar = None

@@ -147,6 +147,11 @@ def capture_memory(log: Optional[str]) -> dict[str, float]:
     return found
 
 
+def over(job: dict[str, Any]) -> bool:
+    """Whether the time that the whole sweep was given is over."""
+    return job["deadline"] is not None and time.time() > job["deadline"]
+
+
 def main(job_file: Path) -> None:
     """Run a job."""
     job = json.loads(job_file.read_text())
@@ -171,6 +176,9 @@ def main(job_file: Path) -> None:
     requests.run(requests.prompts(1), 1, job["short_tokens"])  # the first generation compiles kernels
     append_line(out, {"first_generation_s": time.perf_counter() - begin})
     for concurrency in job["concurrencies"]:
+        if over(job):
+            append_line(out, {"skipped": f"concurrency {concurrency}"})
+            continue
         append_line(out, {"begin": concurrency})
         try:
             append_line(out, {"cell": {"concurrency": concurrency, **measure(requests, switch, job, concurrency)}})
@@ -178,6 +186,9 @@ def main(job_file: Path) -> None:
             traceback.print_exc()
             append_line(out, {"cell": {"concurrency": concurrency, "error": f"{type(error).__name__}: {error}"[:400]}})
     for concurrency in job["profile"]:
+        if over(job):
+            append_line(out, {"skipped": f"profile at {concurrency}"})
+            continue
         append_line(out, {"begin": f"profile {concurrency}"})
         try:
             from sweep_trace import profile

@@ -27,9 +27,9 @@ STEPS, STEPS_WITH_STACK = 24, 8
 
 
 def profile(requests: Any, engine: Any, job: dict[str, Any], concurrency: int) -> dict[str, Any]:
-    """Profile decode rounds at a concurrency: once for GPU time, once with Python stacks for the waits."""
+    """Profile decode rounds at a concurrency: for GPU time, and at batches again with Python stacks for the waits."""
     result: dict[str, Any] = {"clock": "torch profiler"}
-    for with_stack in (False, True):
+    for with_stack in (False, True) if concurrency > 1 else (False,):
         folder = Path(tempfile.mkdtemp(prefix="trace-", dir=job["scratch"]))
         events = wait_for(_record(requests, engine, job, concurrency, folder, with_stack))
         if with_stack:
