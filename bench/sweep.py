@@ -1,0 +1,516 @@
+"""Throughput, acceptance and the parts of a round: no speculation, EAGLE-3 and P-EAGLE over K and concurrency.
+
+    python bench/sweep.py --out sweep.json                          # dummy weights, simulated acceptance
+    python bench/sweep.py --out real.json --target DIR --head-peagle DIR --head-eagle3 DIR --prompts FILE
+    python bench/sweep.py --merge a.json b.json --out sweep.json
+    python bench/report.py sweep.json --out report/                 # tables, plots, targets
+
+One engine per (method, K, draft vocabulary), all concurrencies in it. The file is written after every cell; ``--continue``
+keeps its finished cells. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parent
+sys.path[:0] = [str(ROOT), str(BENCH)]
+
+from sweep_plan import (  # noqa: E402
+    CONCURRENCIES, K_VALUES, METHODS, EngineSpec, cell_key, engines, merged, ordered_concurrencies, prompts_for,
+)  # fmt: skip
+
+from sgl_peagle.errors import PEagleError  # noqa: E402
+
+#: Engine arguments by preset. ``default``: SGLang's own settings apart from what is said here. ``blog``: those of the
+#: published runs (fp8 KV cache, no prefix cache, no chunked prefill, 1024 requests, 100k context).
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {"max_running_requests": 64},
+    "blog": {
+        "max_running_requests": 1024, "kv_cache_dtype": "fp8_e4m3", "disable_radix_cache": True,
+        "chunked_prefill_size": -1, "context_length": 100_000,
+    },
+}  # fmt: skip
+
+#: On a CUDA GPU: 58 prefill shapes would be captured otherwise, and 64 is the largest concurrency.
+GPU_ARGS: dict[str, Any] = {"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 64, "dtype": "bfloat16"}
+CPU_ARGS: dict[str, Any] = {
+    "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True,
+    "max_total_tokens": 8192,
+}  # fmt: skip
+
+
+def arguments(argv: Optional[list[str]] = None) -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="JSON file of results")
+    add("--continue", dest="resume", action="store_true", help="keep the finished cells of --out, measure the others")
+    add("--merge", type=Path, nargs="+", metavar="JSON", help="merge result files into --out, measure nothing")
+    add("--models", nargs="+", default=["llama-3.1-8b"], help="target shapes (see sweep_models.SHAPES)")
+    add("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    add("--k", nargs="+", type=int, default=[3, 7, 1, 5, 10], help="drafts per round; 3 and 7 come first")
+    add("--concurrency", nargs="+", type=int, default=list(CONCURRENCIES), help="1, 8 and 64 come first")
+    add("--vocab", nargs="+", default=["32k"], choices=("32k", "full"), help="draft vocabularies")
+    add("--preset", default="default", choices=sorted(PRESETS))
+    add("--must-have", action="store_true", help="only K 3 and 7 at concurrency 1, 8 and 64")
+    add("--input-tokens", type=int, default=256)
+    add("--output-tokens", type=int, default=256)
+    add("--repeats", type=int, default=3, help="waves per length behind ms_round")
+    add("--profile", nargs="*", type=int, default=[8, 1], metavar="C", help="concurrencies at which to profile speculation")
+    add("--simulate-tokens", default="fixed", choices=("fixed", "real-draft-token"), help="SGLANG_SIMULATE_ACC_TOKEN_MODE")
+    add("--target", type=Path, help="a real target (with --prompts): real acceptance")
+    add("--head-peagle", type=Path, help="a real P-EAGLE head")
+    add("--head-eagle3", type=Path, help="a real EAGLE-3 head")
+    add("--prompts", type=Path, help="JSON list or JSONL of texts, or objects with prompt / question / turns")
+    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    add("--gpu", help="index of the GPU (CUDA_VISIBLE_DEVICES)")
+    add("--start", default="auto", choices=("auto", "fork", "spawn"), help="how engine processes start")
+    add("--budget-seconds", type=float, help="start no engine that would probably end later than this")
+    add("--engine-timeout", type=float, default=300, help="seconds for an engine's start")
+    add("--cell-timeout", type=float, default=180, help="seconds without a result before an engine is given up")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="more arguments for sglang.Engine")
+    add("--workdir", type=Path, help="for model folders and logs (default: a temporary folder)")
+    add("--commit", help="commit of this checkout, where it has no history")
+    options = parser.parse_args(argv)
+    _check(options)
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
+    import sweep_models
+
+    bad = [k for k in options.k if k not in K_VALUES]
+    if bad:
+        raise PEagleError(f"--k {bad[0]}", "acceptance and reports know K " + ", ".join(map(str, K_VALUES)), "choose those")
+    if min(options.concurrency) < 1 or max(options.concurrency) > 64:
+        raise PEagleError("--concurrency outside 1 ... 64", "graphs are captured up to 64 requests", "choose from 1 to 64")
+    if options.target is None:
+        unknown = [m for m in options.models if m not in sweep_models.SHAPES]
+        if unknown:
+            raise PEagleError(
+                f"--models {unknown[0]}", "no such shape is known", f"choose from {', '.join(sweep_models.SHAPES)}"
+            )
+        if options.head_peagle or options.head_eagle3 or options.prompts:
+            raise PEagleError("real heads or prompts without --target", "heads belong to one target", "pass --target DIR")
+        return
+    if options.prompts is None:
+        raise PEagleError("--target without --prompts", "real acceptance needs real prompts", "pass --prompts FILE")
+    for method, head in (("peagle", options.head_peagle), ("eagle3", options.head_eagle3)):
+        if method in options.methods and head is None:
+            raise PEagleError(
+                f"method {method} without --head-{method}", "its drafts come from a head", "pass it, or leave it out of --methods"
+            )
+    if options.resume and options.merge:
+        raise PEagleError("--merge with --continue", "one measures and the other does not", "run them one after the other")
+
+
+def on_cuda(device: str) -> bool:
+    """Whether to measure on a GPU; asks the file system, since asking torch would initialise CUDA."""
+    return device == "cuda" or (device == "auto" and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/nvidia0"))))
+
+
+def read_prompts(path: Path, target: Path) -> list[list[int]]:
+    """Token ids of the texts in a file, each in the target's chat template."""
+    from transformers import AutoTokenizer
+
+    text = path.read_text()
+    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x.strip()]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+
+    def content(row: Any) -> str:
+        if isinstance(row, str):
+            return row
+        for key in ("prompt", "question", "turns", "text"):
+            if key in row:
+                return row[key][0] if isinstance(row[key], list) else row[key]
+        raise PEagleError(f"{path}: a row without prompt, question, turns or text", "it holds no text to send", "rename the key")
+
+    ids = []
+    for row in rows:
+        messages = [{"role": "user", "content": content(row)}]
+        ids.append(list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)))
+    return ids
+
+
+class Sweep:
+    """All engines of one run, and its result file.
+
+    Args:
+        options: The command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.cuda = on_cuda(options.device)
+        self.begin = time.monotonic()
+        self.deadline = time.time() + options.budget_seconds if options.budget_seconds else None
+        self.workdir = options.workdir or Path(tempfile.mkdtemp(prefix="sgl-peagle-sweep-"))
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self.run: Optional[Callable[[Path], None]] = None
+        self.engine_seconds: list[float] = []
+        self.cell_seconds: list[float] = []
+        self.forked_well = False
+        self.starts: dict[str, int] = {}
+        self._prompts: Optional[list[list[int]]] = None
+        self._bar: Any = None
+
+    # -- set-up -------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Environment, plugin metadata, and SGLang in this process if engines are to be forked."""
+        options = self.options
+        if options.gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = options.gpu
+        # Whether there is a GPU is asked of NVML: the CUDA runtime's answer would spoil every fork.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if not self.cuda:
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if options.commit:
+            os.environ["SGL_PEAGLE_COMMIT"] = options.commit
+        import sweep_probe
+
+        site = self.workdir / "site"
+        sweep_probe.install(site)
+        paths = [str(ROOT), str(BENCH), str(site)]
+        sys.path[:0] = [str(site)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths + [p for p in [os.environ.get("PYTHONPATH", "")] if p])
+        from environment import environment
+
+        self.environment = environment(options.gpu) | {"start_method": "spawn"}
+        self.report = self._load()
+        self.write()
+
+    def _import_for_forks(self) -> None:
+        """Import SGLang here and see whether forks can work; ``run`` stays None if they cannot."""
+        import sweep_cuda
+        import sweep_engine
+        import sweep_process
+
+        began = time.monotonic()
+        initialised: Callable[[], Optional[str]] = lambda: None
+        if self.cuda:
+            try:
+                initialised = sweep_cuda.answer_for_torch(sweep_cuda.device_properties())
+            except Exception as error:
+                self.note(f"engines will be spawned: {error}")
+                return
+        sweep_process.import_sglang()
+        self.note(f"imported SGLang in {time.monotonic() - began:.0f} s")
+        if initialised() is not None:
+            self.note(f"importing initialised CUDA, so engines will be spawned; it happened at\n{initialised()}")
+        elif self.cuda and not sweep_cuda.fork_can_use_cuda():
+            self.note("a fork cannot use the GPU, so engines will be spawned")
+        else:
+            self.run = sweep_engine.main
+            self.environment["start_method"] = "fork"
+
+    def _load(self) -> dict[str, Any]:
+        names = ("models", "methods", "k", "concurrency", "vocab", "preset", "input_tokens", "output_tokens", "repeats",
+                 "simulate_tokens", "engine_args")  # fmt: skip
+        settings = {name: getattr(self.options, name) for name in names}
+        fresh = {"environment": self.environment, "environments": [self.environment], "settings": [settings], "engines": [],
+                 "host_sync": [], "cells": []}  # fmt: skip
+        if not self.options.out.exists():
+            return fresh
+        if not self.options.resume:
+            raise PEagleError(
+                f"{self.options.out} exists", "its results would be overwritten", "pass --continue to add to it, or another --out"
+            )
+        old = json.loads(self.options.out.read_text())
+        old["environments"].append(self.environment)
+        old["settings"].append(settings)
+        return old
+
+    def write(self) -> None:
+        """The results so far."""
+        self.options.out.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.options.out.with_name(self.options.out.name + ".part")
+        partial.write_text(json.dumps(self.report, indent=1) + "\n")
+        partial.replace(self.options.out)
+
+    def note(self, text: str) -> None:
+        """A line above the progress bar."""
+        line = f"[{time.monotonic() - self.begin:6.1f} s] {text}"
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line)
+        sys.stdout.flush()
+
+    # -- engines ------------------------------------------------------------------------------------------
+
+    def specs(self) -> list[EngineSpec]:
+        """The engines of this run in order."""
+        options = self.options
+        ks = [k for k in options.k if not options.must_have or k in (3, 7)]
+        if options.target is not None:
+            return engines(options.target.name, options.methods, ks, ["head"], options.preset, simulate=False)
+        return [
+            spec
+            for model in options.models
+            for spec in engines(model, options.methods, ks, options.vocab, options.preset, simulate=True)
+        ]
+
+    def base(self, spec: EngineSpec, concurrency: int) -> dict[str, Any]:
+        """What identifies and describes a cell before it is measured."""
+        import sweep_models
+
+        shape = None if self.options.target else sweep_models.SHAPES[spec.model]
+        real = self.options.target is not None
+        vocab = sweep_models.draft_vocab_size(shape, spec.vocab) if shape and spec.k else None
+        return {
+            "model": spec.model, "preset": spec.preset, "method": spec.method, "k": spec.k, "concurrency": concurrency,
+            "draft_vocab_name": spec.vocab, "draft_vocab": vocab,
+            "input_tokens": "real prompts" if real else self.options.input_tokens,
+            "output_tokens": self.options.output_tokens,
+            "simulated_acceptance": spec.acceptance is not None,
+            "simulated_acceptance_length": spec.acceptance.length if spec.acceptance else None,
+            "acceptance_source": spec.acceptance.source if spec.acceptance else "measured" if spec.k else "no speculation",
+            "dummy_weights": not real,
+            "head_bytes": sweep_models.head_bytes(shape, spec.method, spec.vocab) if shape and spec.k else None,
+            "environment_index": len(self.report["environments"]) - 1,
+        }  # fmt: skip
+
+    def missing(self, spec: EngineSpec) -> list[int]:
+        """Concurrencies that are not measured yet."""
+        done = {cell_key(cell) for cell in self.report["cells"] if "error" not in cell}
+        wanted = ordered_concurrencies(self.options.concurrency)
+        if self.options.must_have:
+            wanted = [c for c in wanted if c in (1, 8, 64)]
+        return [c for c in wanted if cell_key(self.base(spec, c)) not in done]
+
+    def missing_profiles(self, spec: EngineSpec) -> list[int]:
+        """Concurrencies at which this engine has not been profiled yet."""
+        entries = self.report["host_sync"]
+        fields = ("model", "method", "k", "vocab", "preset")
+        same = [e for e in entries if "error" not in e and all(e[name] == getattr(spec, name) for name in fields)]
+        done = {entry["concurrency"] for entry in same}
+        return [c for c in self.options.profile if spec.k and c not in done]
+
+    def job(self, spec: EngineSpec, concurrencies: list[int], name: str) -> tuple[Path, dict[str, str]]:
+        """Write model folders and the job of an engine; returns the job file and the engine's environment."""
+        import sweep_models
+        from sweep_probe import FOLDER_ENV
+
+        options = self.options
+        args = (GPU_ARGS if self.cuda else CPU_ARGS) | PRESETS[spec.preset]
+        args |= {"skip_server_warmup": True, "random_seed": 0, "log_level": "info"}
+        env: dict[str, str] = {FOLDER_ENV: str(self.workdir / f"{name}-probe")}
+        prompts, vocab_size = None, 0
+        if options.target is not None:
+            if self._prompts is None:
+                self._prompts = read_prompts(options.prompts, options.target)
+            prompts = self._prompts
+            args |= {"model_path": str(options.target)}
+            head = {"peagle": options.head_peagle, "eagle3": options.head_eagle3}.get(spec.method)
+        else:
+            shape = sweep_models.SHAPES[spec.model]
+            vocab_size = shape.target["vocab_size"]
+            target = sweep_models.write_target(shape, self.workdir / spec.model)
+            args |= {"model_path": str(target), "load_format": "dummy", "skip_tokenizer_init": True} | shape.engine
+            env |= shape.env
+            head = None
+            if spec.k:
+                folder = self.workdir / f"{spec.model}-{spec.method}-{spec.vocab}"
+                head = sweep_models.write_head(shape, spec.method, spec.vocab, folder)
+                args["speculative_draft_load_format"] = "auto"  # the target's would be inherited
+        if spec.k:
+            args |= {
+                "speculative_algorithm": spec.method.upper(), "speculative_draft_model_path": str(head),
+                "speculative_num_steps": spec.k, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": spec.k + 1,
+            }  # fmt: skip
+        if spec.acceptance is not None:
+            env |= {
+                "SGLANG_SIMULATE_ACC_LEN": str(spec.acceptance.length), "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+                "SGLANG_SIMULATE_ACC_TOKEN_MODE": options.simulate_tokens,
+            }  # fmt: skip
+        args |= options.engine_args
+        probe = self.workdir / f"{name}-probe"
+        probe.mkdir(exist_ok=True)
+        (probe / "flag").write_bytes(b"\0")
+        job = {
+            "engine_args": args, "probe": str(probe), "scratch": str(self.workdir), "log": str(self.workdir / f"{name}.log"),
+            "concurrencies": concurrencies, "prompts_for": {str(c): prompts_for(c) for c in concurrencies},
+            "profile": self.missing_profiles(spec), "deadline": self.deadline,
+            "profile_delay": 0.5 if self.cuda else 0.3, "profile_tokens": max(1024, options.output_tokens),
+            "input_tokens": options.input_tokens, "output_tokens": options.output_tokens,
+            "short_tokens": max(2, options.output_tokens // 4), "repeats": options.repeats, "vocab_size": vocab_size,
+            "prompts": prompts, "seed": 1,
+            "simulated_acceptance_length": spec.acceptance.length if spec.acceptance else None,
+        }  # fmt: skip
+        path = self.workdir / f"{name}.json"
+        path.write_text(json.dumps(job))
+        path.with_suffix(".jsonl").unlink(missing_ok=True)
+        return path, env
+
+    def out_of_time(self, cells: int) -> bool:
+        """Whether another engine with that many cells would probably end too late."""
+        if self.options.budget_seconds is None:
+            return False
+        engine = max(self.engine_seconds, default=60.0)
+        cell = sum(self.cell_seconds) / len(self.cell_seconds) if self.cell_seconds else 10.0
+        return time.monotonic() - self.begin + engine + min(cells, 3) * cell > self.options.budget_seconds
+
+    def measure(self, spec: EngineSpec, number: int) -> None:
+        """One engine: start it, take in its results, record why it ended if it did."""
+        from sweep_process import FORK_SIGNS, EngineProcess, log_tail, reason
+
+        while True:
+            todo = self.missing(spec)
+            if self.out_of_time(len(todo)):
+                self.note(f"{spec.name}: not started, the time is nearly over (--continue measures it another time)")
+                return
+            name = f"engine-{number}-{spec.method}-{spec.k}-{spec.vocab}" + ("" if self.run else "-spawn")
+            self.note(f"{spec.name}: starting ({'fork' if self.run else 'spawn'}) for concurrencies {todo}")
+            log = self.workdir / f"{name}.log"
+            try:
+                job, env = self.job(spec, todo, name)
+            except Exception as error:
+                self.fail(spec, todo, f"{type(error).__name__}: {error}"[:400], None)
+                return
+            process = EngineProcess(job, log, env, self.run)
+            try:
+                ready, failure = self.collect(spec, process, job, todo)
+            finally:
+                process.end()
+                if self.cuda:
+                    time.sleep(1.0)  # the driver returns the memory of killed processes a moment later
+            if failure is None:
+                self.forked_well |= self.run is not None
+                return
+            forked = self.run is not None and self.options.start == "auto" and not self.forked_well and not ready
+            why = failure if failure.startswith("no result") else f"{failure}: {reason(log)}"
+            if forked and (self.cuda or any(sign in log_tail(log, 100_000) for sign in FORK_SIGNS)):
+                self.note(f"{spec.name}: a forked engine did not start ({why}); engines are spawned from here on")
+                self.run = None
+                self.report["environments"][-1]["start_method"] = "spawn, after a fork failed"
+                continue
+            self.forked_well |= ready and self.run is not None
+            print(log_tail(log, 3000), flush=True)
+            self.fail(spec, self.missing(spec), why, log)
+            return
+
+    def fail(self, spec: EngineSpec, concurrencies: list[int], why: str, log: Optional[Path]) -> None:
+        """Record cells that could not be measured."""
+        self.note(f"{spec.name}: FAILED: {why}")
+        for concurrency in concurrencies:
+            self.add_cell(self.base(spec, concurrency) | {"error": why})
+        self.report["engines"].append(asdict(spec) | {"error": why})
+        self.write()
+
+    def add_cell(self, cell: dict[str, Any]) -> None:
+        """Add a cell in the place of an earlier one with the same key."""
+        kept = [c for c in self.report["cells"] if cell_key(c) != cell_key(cell)]
+        self.report["cells"] = kept + [cell]
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def collect(self, spec: EngineSpec, process: Any, job: Path, todo: list[int]) -> tuple[bool, Optional[str]]:
+        """Take in an engine's lines until it is done; returns whether it got ready, and what went wrong or None."""
+        from sweep_process import read_lines
+
+        lines_file, offset, ready, done = job.with_suffix(".jsonl"), 0, False, False
+        began = last = time.monotonic()
+        mark = began
+        while not done:
+            status = process.poll()
+            lines, offset = read_lines(lines_file, offset)
+            for line in lines:
+                last = time.monotonic()
+                if "engine" in line:
+                    ready = True
+                    self.engine_seconds.append(last - began)
+                    key = f"{spec.model} {spec.method}"
+                    self.starts[key] = self.starts.get(key, 0) + 1
+                    entry = asdict(spec) | line["engine"] | {"start_of_method": self.starts[key]}
+                    entry |= {"start_method": "fork" if self.run else "spawn", "wall_s": last - began}
+                    entry["environment_index"] = len(self.report["environments"]) - 1
+                    self.report["engines"].append(entry)
+                    self.note(f"{spec.name}: ready in {entry['start_s']:.1f} s, {entry['memory_usage']}")
+                elif "begin" in line:
+                    mark = last
+                elif "cell" in line:
+                    cell = self.base(spec, line["cell"]["concurrency"]) | line["cell"]
+                    self.cell_seconds.append(last - mark)
+                    self.add_cell(cell)
+                    self.note(f"{spec.name} c={cell['concurrency']}: {_brief(cell)}")
+                elif "host_sync" in line:
+                    self.report["host_sync"].append(asdict(spec) | line["host_sync"])
+                    self.note(f"{spec.name} profile: {json.dumps(line['host_sync'])[:600]}")
+                elif "skipped" in line:
+                    self.note(f"{spec.name}: the time is over, left out: {line['skipped']}")
+                elif "first_generation_s" in line:
+                    self.report["engines"][-1] |= line
+                done |= "done" in line
+            if lines:
+                self.write()
+            elif status is not None and not done:
+                return ready, f"ended with status {status}"
+            limit = self.options.cell_timeout if ready else self.options.engine_timeout
+            if time.monotonic() - last > limit:
+                return ready, f"no result for {limit:.0f} s " + ("while measuring" if ready else "while starting")
+            if not lines:
+                time.sleep(0.1)
+        return ready, None
+
+    def all(self) -> int:
+        """Measure everything; returns how many cells are missing or failed."""
+        from tqdm import tqdm
+
+        self.prepare()
+        specs = [(n, s) for n, s in enumerate(self.specs()) if self.missing(s)]
+        total = sum(len(self.missing(spec)) for _n, spec in specs)
+        if specs and self.options.start != "spawn":
+            self._import_for_forks()
+        tqdm.monitor_interval = 0  # its thread would be forked, too
+        self._bar = tqdm(total=total, unit="cell", desc="sweep", dynamic_ncols=True, mininterval=2)
+        for number, spec in specs:
+            self.measure(spec, number)
+        self._bar.close()
+        self._bar = None
+        left = sum(len(self.missing(spec)) for spec in self.specs())
+        self.note(f"{len(self.report['cells'])} cells in {self.options.out}, {left} missing; logs in {self.workdir}")
+        return left
+
+
+def _brief(cell: dict[str, Any]) -> str:
+    if "error" in cell:
+        return "FAILED: " + cell["error"]
+    number = functools.partial("{:.3f}".format)
+    parts = [f"{cell['output_tokens_per_s']:.1f} tokens/s", f"AL {number(cell['acceptance_length'])}"]
+    names = ("ms_round", "ms_draft", "ms_verify", "ms_rest")
+    parts += [f"{name} {number(cell[name])}" for name in names if cell.get(name) is not None]
+    return ", ".join(parts) + (" (simulated acceptance)" if cell["simulated_acceptance"] else "")
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+    """Exit status 0 if every cell is there, 3 if some are missing."""
+    try:
+        options = arguments(argv)
+        if options.merge:
+            if options.out.exists() and options.out not in options.merge:
+                raise PEagleError(f"{options.out} exists", "its results would be overwritten", "choose another --out")
+            options.out.write_text(json.dumps(merged(json.loads(p.read_text()) for p in options.merge), indent=1) + "\n")
+            return 0
+        return 3 if Sweep(options).all() else 0
+    except PEagleError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
