@@ -130,6 +130,7 @@ class Trainer:
             settings.attention, q_step, k_step, shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, self.device
         )
         self.echo(f"attention: {words}")
+        torch.manual_seed(settings.seed)  # nothing in a step draws from it; if that changes, runs stay repeatable
         self.step = self.epoch = self.index = self.tokens_seen = 0
         self.total: Optional[int] = self._planned_steps()
         if saved is not None:
