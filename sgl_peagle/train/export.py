@@ -87,7 +87,7 @@ def export_peagle(
         k_trained=depths,
         target=target_name,
     )
-    tensors = dict(head.state_dict())
+    tensors = head.exported()
     if to != "peagle":
         tensors["lm_head.weight"] = lm_head  # other engines expect it in the file; it is the target's, bit by bit
     raw = format_named("peagle").write(config, "bfloat16") | {"training": dict(record)}
@@ -160,7 +160,7 @@ def export_eagle3(
         "training": dict(record),
     }
     _refuse_existing(folder)
-    named = {name.replace("layers.0.", "midlayer."): value for name, value in head.state_dict().items()}
+    named = {name.replace("layers.0.", "midlayer."): value for name, value in head.exported().items()}
     _write(folder, named, raw, record)
 
 

@@ -56,8 +56,9 @@ def lr_factor(step: int, total: Optional[int], warmup: float, final: float) -> f
     first = _PROVISIONAL_WARMUP if total is None else max(1, round(warmup * total))
     if step < first:
         return (step + 1) / first
-    assert total is not None or step >= first
-    done = 0.0 if total is None else min(1.0, (step - first) / max(1, total - 1 - first))
+    if total is None:
+        return 1.0
+    done = min(1.0, (step - first) / max(1, total - 1 - first))
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -120,16 +121,16 @@ class Trainer:
             dtype=dtype,
         )
         random = torch.Generator().manual_seed(settings.seed)
-        aux = self._some_aux()
-        self.head.start(aux, self.target.norm.float().cpu(), random)
+        self.head.start(self._some_aux(), self.target.norm.float().cpu(), random)
         self.head.to(self.device)
         self.loss = LossSettings(self.target.lm_head, settings.loss, settings.chunk, settings.compile_loss)
-        self.optimizer = self._optimizer(float(aux.std(0).median()))
+        self.optimizer = self._optimizer()
         q_step, k_step = self._shapes()
         self.planner, words = choose(
             settings.attention, q_step, k_step, shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, self.device
         )
         self.echo(f"attention: {words}")
+        torch.manual_seed(settings.seed)  # nothing in a step draws from it; if that changes, runs stay repeatable
         self.step = self.epoch = self.index = self.tokens_seen = 0
         self.total: Optional[int] = self._planned_steps()
         if saved is not None:
@@ -184,16 +185,12 @@ class Trainer:
             parts.append(aux[torch.from_numpy(document.weight).to(self.device)].float().cpu())
         return torch.cat(parts)
 
-    def _optimizer(self, aux_scale: float) -> torch.optim.AdamW:
-        """AdamW. ``mask_hidden`` has the scale of aux states; Adam's steps have none, so its rate gets that scale."""
-        special = {"mask_hidden": max(aux_scale, 1e-6), "embed_tokens.weight": None}
+    def _optimizer(self) -> torch.optim.AdamW:
         named = dict(self.head.named_parameters())
-        body = [parameter for name, parameter in named.items() if name not in special]
-        groups: list[dict[str, Any]] = [{"params": body, "peak": self.settings.lr}]
-        if "mask_hidden" in named:
-            groups.append({"params": [named["mask_hidden"]], "peak": self.settings.lr * max(aux_scale, 1e-6)})
-        if "embed_tokens.weight" in named:
-            groups.append({"params": [named["embed_tokens.weight"]], "peak": self.settings.embedding_lr})
+        copied = named.pop("embed_tokens.weight", None)
+        groups: list[dict[str, Any]] = [{"params": list(named.values()), "peak": self.settings.lr}]
+        if copied is not None:  # it starts at a good point
+            groups.append({"params": [copied], "peak": self.settings.embedding_lr})
         return torch.optim.AdamW(
             groups, lr=self.settings.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=self.device.type == "cuda"
         )

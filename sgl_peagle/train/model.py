@@ -1,9 +1,13 @@
-"""The head in plain torch: LLaMA blocks over training rows. Module names are the tensor names of the exported file.
+"""The head in plain torch: LLaMA blocks over training rows. Parameter names are the tensor names of the exported file.
 
 Layer 0 reads [norm(embedding); norm(hidden)] and adds to the un-normed hidden; later layers are ordinary. The LM head is
 the target's and frozen; it is no part of the module. Letters in shapes: R rows, D width, A aux layers, H the target's width.
 
 Weights are float32; matrix products run in ``dtype`` (bfloat16 on a GPU), the residual stream and the norms in float32.
+
+Targets have channels hundreds of times larger than the rest. Adam's steps have one size for all weights, so one such channel
+would shake the whole head. In training, ``fc`` therefore reads aux states divided by ``aux_scale``, channel by channel, and
+``mask_hidden`` is kept in those units; :meth:`Head.exported` folds the scale into both. It is a power of two: exact.
 """
 
 from __future__ import annotations
@@ -219,6 +223,7 @@ class Head(nn.Module):
         self.fc = Linear(aux_width, width)
         if mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, aux_width))
+        self.register_buffer("aux_scale", torch.ones(aux_width))
         self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.layers))
         self.norm = Norm(width, shape.rms_norm_eps)
         self.rope = Rope(shape, positions)
@@ -228,8 +233,9 @@ class Head(nn.Module):
         """Initial weights.
 
         Args:
-            aux: [n, A*H] real aux states of assistant positions. ``mask_hidden`` starts with their mean and spread,
-                channel by channel: it stands in for them, and at unit scale it would be a whisper beside them.
+            aux: [n, A*H] real aux states of assistant positions: they give ``aux_scale``, and ``mask_hidden`` starts with
+                their mean and spread, channel by channel, as it stands in for them (at unit scale in their
+                place it would be a whisper).
             target_norm: [D], the target's final norm: the frozen LM head expects its scale.
             random: A CPU generator.
         """
@@ -237,9 +243,10 @@ class Head(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and not name.startswith("embed_tokens"):
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.02)
-        # Unit variance behind fc, whatever the scale of the target's states.
-        rms = float(aux.square().mean().sqrt())
-        self.fc.weight.copy_(torch.randn(self.fc.weight.shape, generator=random) / (rms * aux.shape[1] ** 0.5))
+        rms = aux.square().mean(0).sqrt()
+        self.aux_scale.copy_(2.0 ** rms.clamp_min(1e-3 * float(rms.median()) + 1e-12).log2().round())
+        aux = aux / self.aux_scale.cpu()
+        self.fc.weight.copy_(torch.randn(self.fc.weight.shape, generator=random) / aux.shape[1] ** 0.5)
         self.norm.weight.copy_(target_norm)
         if self.mask_token_id is None:
             if self.embedding == "full":
@@ -265,13 +272,13 @@ class Head(nn.Module):
 
     def project(self, aux: Tensor) -> Tensor:
         """Aux states [R, A*H] as hidden states [R, D] float32."""
-        return self.fc(aux.to(self.dtype)).float()
+        return self.fc((aux / self.aux_scale).to(self.dtype)).float()
 
     def hidden_rows(self, aux: Tensor, masks: int) -> Tensor:
         """Hidden states of all rows [R, D]: the projected ``aux`` of the depth-0 rows, then ``masks`` times h_shared."""
         if masks == 0:
             return self.project(aux)
-        shared = self.project(self.mask_hidden[0])
+        shared = self.fc(self.mask_hidden[0].to(self.dtype)).float()
         return torch.cat((self.project(aux), shared.expand(masks, -1)))
 
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -294,3 +301,12 @@ class Head(nn.Module):
     def final(self, hidden: Tensor) -> Tensor:
         """What the LM head reads, [R, D] in ``dtype``."""
         return self.norm(hidden, self.dtype)
+
+    @torch.no_grad()
+    def exported(self) -> dict[str, Tensor]:
+        """Tensors of the exported file by name, float32: with ``aux_scale`` folded in."""
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        tensors["fc.weight"] = tensors["fc.weight"] / self.aux_scale
+        if self.mask_token_id is not None:
+            tensors["mask_hidden"] = tensors["mask_hidden"] * self.aux_scale
+        return tensors

@@ -1,0 +1,271 @@
+"""Whole runs on a small random target: resumption bit by bit, learning, refusals, and what is exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from sgl_peagle.cli import main
+from sgl_peagle.errors import PEagleError
+from sgl_peagle.heads.report import inspect_head
+from sgl_peagle.oracle import OracleHead
+from sgl_peagle.train import checkpoint, loop
+from sgl_peagle.train.attention import sdpa_plan
+from sgl_peagle.train.batches import Documents, Feed, epoch_order, row_budget
+from sgl_peagle.train.corpus import Corpus
+from sgl_peagle.train.holdout import accepted, evaluate, peagle_drafts, walk
+from sgl_peagle.train.loop import LOG, Trainer, lr_factor
+from sgl_peagle.train.rows import Cod
+from sgl_peagle.train.settings import Settings
+from train_cases import MASK, VOCAB, corpus, documents, load_target, make_head, save_target
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a corpus."""
+    folder = tmp_path_factory.mktemp("place")
+    save_target(folder / "target")
+    corpus(12, 40).write(folder / "corpus")
+    return folder
+
+
+def settings_of(place: Path, **changes: Any) -> Settings:
+    options: dict[str, Any] = dict(
+        target=str(place / "target"), corpus=str(place / "corpus"), layers=2, depths=4, mask_token_id=MASK, steps=6,
+        tokens_per_step=80, max_length=64, log_every=2, device="cpu", seed=3,
+    )  # fmt: skip
+    if changes.get("method") == "eagle3":
+        options |= {"layers": 1, "mask_token_id": None, "embedding": "frozen"}
+    return Settings(**(options | changes))
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def run(settings: Settings, out: Path, stop_after: int = 0, **options: Any) -> Trainer:
+    trainer = Trainer(settings, out, echo=quiet, **options)
+    trainer.run(lambda step: trainer.interrupt() if step == stop_after else None)
+    return trainer
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"embedding": "full", "segments": 3}, {"method": "eagle3"}, {"steps": None, "epochs": 1.5, "tokens_per_step": 120},
+])  # fmt: skip
+def test_resume_is_bit_exact(place: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """6 steps are 3 steps, a checkpoint and 3 steps: weights, optimiser, order of the data, random state."""
+    settings = settings_of(place, **changes)
+    straight = run(settings, tmp_path / "straight")
+    run(settings, tmp_path / "broken", stop_after=3)
+    assert not (tmp_path / "broken" / "head").exists()
+    run(settings, tmp_path / "broken", resume=True)
+    one, two = (checkpoint.load(tmp_path / name) for name in ("straight", "broken"))
+    assert one["step"] == two["step"] == straight.total
+    for name in ("epoch", "index", "tokens_seen", "total"):
+        assert one[name] == two[name]
+    assert torch.equal(one["rng"], two["rng"])
+    assert all(torch.equal(one["head"][name], two["head"][name]) for name in one["head"])
+    for key, state in one["optimizer"]["state"].items():
+        assert all(torch.equal(state[name], two["optimizer"]["state"][key][name]) for name in state)
+    files = [load_file(tmp_path / name / "head" / "model.safetensors") for name in ("straight", "broken")]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+
+
+def test_feed_goes_on_where_it_stopped(place: Path) -> None:
+    found = list(Documents(Corpus.open(place / "corpus"), 64, True, VOCAB, MASK))
+    cod = Cod(4, 0.7, 0.2)
+    budget = row_budget(found, 80, cod)
+    whole = Feed(found, 1, 80, budget, cod)
+    seen = [whole.next() for _ in range(12)]
+    whole.close()
+    epoch, index = seen[7][:2]
+    later = Feed(found, 1, 80, budget, cod, epoch, index)
+    for want in seen[7:]:
+        got = later.next()
+        assert got[:3] == want[:3] and torch.equal(got[3].tokens, want[3].tokens)
+        assert np.array_equal(got[3].rows.anchor, want[3].rows.anchor)
+    later.close()
+    order = epoch_order(found, 1, 0, 80, budget, cod)
+    assert sorted(i for batch in order for i in batch) == list(range(len(found)))
+    assert order != epoch_order(found, 1, 1, 80, budget, cod)
+    assert all(len(item[3].rows) <= budget for item in seen)
+
+
+def test_overfits_one_batch(place: Path, tmp_path: Path) -> None:
+    """A head learns a few documents by heart, at every depth (random text: nothing else to learn)."""
+    corpus(4, 20).write(tmp_path / "corpus")
+    settings = settings_of(
+        place, corpus=str(tmp_path / "corpus"), steps=250, tokens_per_step=400, lr=5e-3, cod_ratio=1.0, log_every=25
+    )
+    trainer = run(settings, tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out" / LOG).read_text().splitlines()]
+    assert all(loss < 0.05 for loss in lines[-1]["loss_by_depth"])
+    assert all(first > 0.3 for first in lines[0]["loss_by_depth"])
+    assert min(lines[-1]["accuracy"]) > 0.8  # the target is undecided between tokens in places
+    moved = trainer.head.mask_hidden.detach() - make_head(trainer.target).mask_hidden
+    assert float(moved.norm()) > 0
+
+
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_learns_through_the_command(place: Path, tmp_path: Path, method: str) -> None:
+    arguments = ["train", "run", "--target", str(place / "target"), "--corpus", str(place / "corpus"), "--out"]
+    arguments += [str(tmp_path / "out"), "--method", method, "--steps", "30", "--tokens-per-step", "200", "--holdout", "2"]
+    arguments += ["--depths", "3", "--lr", "3e-3", "--log-every", "5", "--max-length", "64", "--device", "cpu"]
+    arguments += ["--mask-token-id", str(MASK), "--to", "peagle", "--to", "vllm", "--to", "speculators"] * (method == "peagle")
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "out" / LOG).read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"] and steps[-1]["step"] == 30
+    held = [line["holdout"] for line in lines if "holdout" in line]
+    assert len(held[-1]["walk"]) == len(held[-1]["accuracy"]) == 3 and held[-1]["walk"][0] >= 1
+    config = json.loads((tmp_path / "out" / "head" / "config.json").read_text())
+    record = config["training"]
+    assert record["num_depths"] == 3 and record["seed"] == 0 and record["aux_layer_ids"] == [2, 3, 4]
+    assert record["corpus_sha256"] == Corpus.open(place / "corpus").sha256
+    assert str(place) not in json.dumps(config)
+    if method == "eagle3":
+        tensors = load_file(tmp_path / "out" / "head" / "model.safetensors")
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] is None
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+        assert "mask_hidden" not in tensors and "midlayer.self_attn.q_proj.weight" in tensors and "fc.weight" in tensors
+        return
+    target = str(place / "target")
+    for name in ("head", "head-vllm", "head-speculators"):
+        report = inspect_head(str(tmp_path / "out" / name), target=target)
+        assert report.ok and report.head.config.k_trained == 3
+    model = AutoModelForCausalLM.from_pretrained(target)
+    embedding, lm_head = (m.weight.detach() for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    # Every tensor of each file is consumed, and all three give the same drafts.
+    rounds = []
+    text = documents(1, 20)[0]
+    aux = load_target(place / "target").read(torch.from_numpy(text.tokens[None, :-1])).aux
+    full = load_file(tmp_path / "out" / "head-vllm" / "model.safetensors")
+    compact = load_file(tmp_path / "out" / "head" / "model.safetensors")
+    assert torch.equal(full["lm_head.weight"], lm_head.bfloat16())
+    others = torch.arange(VOCAB) != MASK
+    assert torch.equal(full["embed_tokens.weight"][others], embedding.bfloat16()[others])
+    assert torch.equal(full["embed_tokens.weight"][MASK], compact["embed_mask_row"])
+    assert not torch.equal(compact["embed_mask_row"], embedding.bfloat16()[MASK])
+    tensors = dict(compact)
+    row = tensors.pop("embed_mask_row")
+    own = embedding.clone()
+    own[MASK] = row.float()
+    for name, value in (("compact", tensors), ("full", full)):
+        head = OracleHead(config, value, target_embed=own, target_lm_head=lm_head.bfloat16(), source=name)
+        rounds.append(head.drafts(torch.from_numpy(text.tokens), aux, 3).logits)
+    torch.testing.assert_close(rounds[0], rounds[1], atol=0.05, rtol=0.02)
+
+
+def test_holdout_numbers(place: Path) -> None:
+    """Drafts of the evaluation are the oracle's kind: a head's own rows; walk and all-anchors by a toy."""
+    text = documents(1, 6)[0]
+    text.weight[:] = [False, False, True, True, True, True]
+    lengths = np.array([0, 0, 1, 2, 0, 0])
+    assert walk(text, lengths) == [2, 1, 1]  # anchors 2, 4, 5: AL 4/3
+    assert 1 + lengths[text.weight].mean() == 1.75
+    drafts = np.full((6, 3), -1)
+    drafts[2] = [*text.tokens[4:6], 0]
+    drafts[3] = [0, *text.tokens[6:7], 0]
+    assert accepted(text, drafts).tolist() == [0, 0, 2, 0, 0, 0]
+    target = load_target(place / "target")
+    head = make_head(target)
+    texts = documents(3, 20)
+    apart = [peagle_drafts(head, [t], target, sdpa_plan, 3)[0] for t in texts]
+    together = peagle_drafts(head, texts, target, sdpa_plan, 3)
+    assert all(np.array_equal(a, b) for a, b in zip(apart, together))
+    result = evaluate(head, texts, target, sdpa_plan, 3, method="peagle", row_budget=50)
+    assert len(result["walk"]) == 3 and result["rounds"] > 0
+
+
+def test_time_budget_fixes_the_steps(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_MEASURE_FROM", 2)
+    monkeypatch.setattr(loop, "_MEASURE_TO", 5)
+    settings = settings_of(place, steps=None, minutes=0.1)
+    begin = time.monotonic()
+    trainer = run(settings, tmp_path / "out")
+    assert time.monotonic() - begin < 20
+    assert trainer.total is not None and 5 < trainer.step <= trainer.total
+    assert checkpoint.load(tmp_path / "out")["total"] == trainer.total
+    assert (tmp_path / "out" / "head").is_dir()
+
+
+def test_schedule() -> None:
+    values = [lr_factor(step, 100, 0.03, 0.02) for step in range(100)]
+    assert values[:3] == pytest.approx([1 / 3, 2 / 3, 1]) and values[-1] == pytest.approx(0.02)
+    assert all(a >= b for a, b in zip(values[2:], values[3:]))
+    assert lr_factor(0, None, 0.03, 0.02) == 0.01
+
+
+def test_a_signal_ends_in_order(place: Path, tmp_path: Path) -> None:
+    """SIGTERM: the step is finished, a checkpoint written, the way on is shown; nothing is exported."""
+    command = [sys.executable, "-c", "from sgl_peagle.cli import main; main()", "train", "run", "--target"]
+    command += [str(place / "target"), "--corpus", str(place / "corpus"), "--out", str(tmp_path / "out"), "--steps", "100000"]
+    command += ["--mask-token-id", str(MASK), "--tokens-per-step", "80", "--log-every", "1", "--device", "cpu", "--max-length", "64"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    log = tmp_path / "out" / LOG
+    try:
+        for _ in range(600):
+            if log.is_file() and process.poll() is None and len(log.read_text().splitlines()) > 3:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143 and "--resume" in output
+    assert checkpoint.load(tmp_path / "out")["step"] >= 3
+    assert not (tmp_path / "out" / "head").exists()
+
+
+def test_refusals(place: Path, tmp_path: Path) -> None:
+    def refused(words: str, **changes: Any) -> None:
+        with pytest.raises(PEagleError, match=words):
+            Trainer(settings_of(place, **changes), tmp_path / "new", echo=quiet)
+        assert not (tmp_path / "new").exists()
+
+    refused("MASK id 5 occurs", mask_token_id=5)
+    refused("of a vocabulary of", mask_token_id=VOCAB)
+    refused("no MASK token id", mask_token_id=None)
+    refused("exactly one", minutes=1.0)
+    refused("not given", steps=None)
+    refused("positions", max_length=1000)
+    refused("nothing is left", holdout=12)
+    refused("cannot be read as a corpus", corpus=str(tmp_path))
+    refused("no target at", target=str(tmp_path / "nowhere"))
+    refused("beyond|after the final norm", aux_layer_ids=(2, 3, 7))
+    refused("one layer", method="eagle3", layers=2)
+    refused("must learn", embedding="frozen")
+    refused("shares of the rows", cod_ratio=1.5)
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(PEagleError, match="nothing is overwritten"):
+        Trainer(settings_of(place), tmp_path / "kept", echo=quiet)
+    with pytest.raises(PEagleError, match="checkpoint.pt does not exist"):
+        Trainer(settings_of(place), tmp_path / "kept", resume=True, echo=quiet)
+    run(settings_of(place), tmp_path / "run", stop_after=2)
+    with pytest.raises(PEagleError, match="lr 0.0008 -> 0.001"):
+        Trainer(replace(settings_of(place), lr=0.001), tmp_path / "run", resume=True, echo=quiet)
+    (tmp_path / "run" / checkpoint.FILE).write_bytes(b"no checkpoint")
+    with pytest.raises(PEagleError, match="cannot be read"):
+        Trainer(settings_of(place), tmp_path / "run", resume=True, echo=quiet)
+
+
+def test_commands_are_lazy() -> None:
+    code = "import sys; import sgl_peagle.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
