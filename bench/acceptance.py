@@ -152,16 +152,11 @@ def engine_arguments(setup: Setup, options: argparse.Namespace, on_gpu: bool) ->
         arguments |= {"max_total_tokens": 16384, "max_running_requests": min(options.concurrency, 8)}
     for entry in options.engine:
         key, _, value = entry.partition("=")
-        arguments[key] = json.loads(value) if value[:1] in "0123456789tfn[{\"" and _is_json(value) else value
+        try:
+            arguments[key] = json.loads(value)
+        except ValueError:
+            arguments[key] = value
     return arguments
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def run_engine(setup: Setup, work: list[tuple[PromptSet, float]], chat: Any, options: argparse.Namespace, on_gpu: bool) -> list[Any]:

@@ -15,6 +15,18 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
+def _arguments(entries: tuple[str, ...]) -> dict[str, Any]:
+    """KEY=VALUE entries as keyword arguments."""
+    found: dict[str, Any] = {}
+    for entry in entries:
+        key, _, value = entry.partition("=")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
 @click.command()
 @click.option("--target", type=_FOLDER, required=True, help="Folder of the target; it answers all prompts itself.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="New folder, or one to go on with.")
@@ -35,6 +47,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--mask-token-id", type=click.IntRange(min=0), default=16, show_default=True, help="The head's MASK id; no document may hold it.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--shard", type=click.IntRange(min=1), default=2048, show_default=True, help="Conversations per file.")
+@click.option("--engine", multiple=True, metavar="KEY=VALUE", help="Further argument of SGLang's engine (value as JSON or text).")
 @click.option("--minutes", type=click.FloatRange(min=0), help="Begin no further shard after so long, and write what there is.")
 def data(
     target: Path,
@@ -53,6 +66,7 @@ def data(
     mask_token_id: int,
     seed: int,
     shard: int,
+    engine: tuple[str, ...],
     minutes: Optional[float],
 ) -> None:
     """Make token files for training and evaluation: prompts, and the target's own answers to them.
@@ -72,7 +86,7 @@ def data(
             target_hash(target), files, backend, seed, synthetic, tune, code, long_, long_code, gsm8k_test,
             max_new_tokens, mask_token_id, shard,
         )  # fmt: skip
-        Run(out, target, settings, sources, minutes=minutes, begun=begun).everything()
+        Run(out, target, settings, sources, minutes=minutes, begun=begun, engine=_arguments(engine)).everything()
     except PEagleError as error:
         raise click.ClickException(str(error)) from error
 

@@ -23,6 +23,9 @@ LEAST_AFTER_CUT = 16
 
 _WORD = re.compile(r"\w+")
 
+#: Weights of a run's hash; products wrap modulo 2**64.
+_WEIGHTS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(LOOP_TOKENS, dtype=np.uint64)
+
 
 def words(text: str) -> list[str]:
     """The lower-cased words of a text: what all comparisons of texts go by."""
@@ -100,8 +103,7 @@ def loop_start(ids: Sequence[int]) -> Optional[int]:
     if len(ids) < LOOP_TOKENS + LOOP_TIMES - 1:
         return None
     windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, dtype=np.uint64), LOOP_TOKENS)
-    weights = np.uint64(0x9E3779B97F4A7C15) ** np.arange(LOOP_TOKENS, dtype=np.uint64)  # wraps modulo 2**64
-    hashes = ((windows + np.uint64(1)) * weights).sum(axis=1, dtype=np.uint64)
+    hashes = ((windows + np.uint64(1)) * _WEIGHTS).sum(axis=1, dtype=np.uint64)
     if np.unique(hashes, return_counts=True)[1].max() < LOOP_TIMES:
         return None  # equal runs have equal hashes
     seen: dict[tuple[int, ...], int] = {}

@@ -236,7 +236,7 @@ class Run:
                 yield [self._answer(prompt, temperature, held_out) for prompt, temperature in shards[index]]
 
         def finished(group: int, documents: list[Document]) -> None:
-            rows = (json.dumps(asdict(document), separators=(",", ":")) for document in documents)
+            rows = (json.dumps(vars(document), separators=(",", ":")) for document in documents)
             _write(self._shard_file(started[group]), "".join(row + "\n" for row in rows))
 
         total = sum(len(shards[i]) for i in todo)
