@@ -45,12 +45,15 @@ def answer_for_torch(properties: dict[str, Any]) -> Callable[[], Optional[str]]:
     """
     import torch
 
+    major, minor = properties["major"], properties["minor"]
+    # flashinfer's CuTe kernels ask for it while they are imported, and would initialise the driver to find out.
+    os.environ.setdefault("CUTE_DSL_ARCH", f"sm_{major}{minor}" + ("a" if major >= 9 else ""))
     cuda, stacks = torch.cuda, []
     known = SimpleNamespace(**properties)
     answers: dict[str, Any] = {
         "current_device": 0,
         "get_device_properties": known,
-        "get_device_capability": (properties["major"], properties["minor"]),
+        "get_device_capability": (major, minor),
         "get_device_name": properties["name"],
     }
 

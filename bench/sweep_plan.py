@@ -11,7 +11,7 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 
 #: The cells that must exist first: at these concurrencies, and these K.
 FIRST_CONCURRENCIES = (1, 8, 64)
-FIRST_K = (3, 7)
+FIRST_K = (7, 3)
 
 #: Mean acceptance lengths that the P-EAGLE blog publishes for HumanEval (GPT-OSS-20B, chain drafting).
 PUBLISHED_AL: dict[str, dict[int, float]] = {"peagle": {3: 3.02, 7: 3.94}, "eagle3": {3: 2.65, 7: 3.03}}

@@ -31,8 +31,10 @@ FORK_SIGNS = ("Cannot re-initialize CUDA", "initialization error", "driver initi
 def fork_server() -> None:
     """Make ``multiprocessing`` start processes by a fork server that is a fork of this process.
 
-    SGLang asks for ``spawn``; that request is answered by this server. Call before CUDA is touched.
+    SGLang asks for ``spawn``; that request is answered by this server. Call before CUDA is touched. SGLang's newer way to bind a
+    scheduler to a NUMA node changes the interpreter that ``spawn`` starts; its older way binds in the scheduler itself.
     """
+    os.environ.setdefault("SGLANG_NUMA_BIND_V2", "0")
     from multiprocessing import connection, forkserver, resource_tracker, util
 
     server = forkserver._forkserver

@@ -46,7 +46,7 @@ def test_published_acceptance_is_kept_and_other_k_are_labelled() -> None:
 def test_what_matters_most_comes_first() -> None:
     specs = sweep_plan.engines("m", ["none", "eagle3", "peagle"], [1, 3, 5, 7, 10], ["32k", "full"], "default", True)
     assert [(s.method, s.k, s.vocab) for s in specs[:5]] == [
-        ("none", 0, "none"), ("eagle3", 3, "32k"), ("peagle", 3, "32k"), ("eagle3", 7, "32k"), ("peagle", 7, "32k"),
+        ("none", 0, "none"), ("eagle3", 7, "32k"), ("peagle", 7, "32k"), ("eagle3", 3, "32k"), ("peagle", 3, "32k"),
     ]  # fmt: skip
     assert len(specs) == 1 + 2 * 5 * 2 and len({s.name for s in specs}) == len(specs)
     assert sweep_plan.ordered_concurrencies([1, 2, 4, 8, 16, 32, 64]) == [1, 8, 64, 2, 4, 16, 32]
