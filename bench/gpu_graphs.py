@@ -57,7 +57,7 @@ def run(name: str, backend: str, overlap: bool) -> dict[str, Any]:
     record, start = Path(tempfile.mkdtemp()), time.perf_counter()
     result = harness.with_engine(
         serve, env=RUNS[name] | {"SGL_PEAGLE_RECORD": str(record)}, timeout=280,
-        model_path=str(pair.TARGET), device="cuda", dtype="bfloat16", mem_fraction_static=0.3,
+        model_path=str(pair.TARGET), device="cuda", dtype="bfloat16", mem_fraction_static=0.9,
         attention_backend=backend, max_running_requests=12, disable_cuda_graph=False, disable_prefill_cuda_graph=True,
         cuda_graph_bs_decode=CAPTURED, disable_overlap_schedule=not overlap, speculative_algorithm="PEAGLE",
         speculative_draft_model_path=str(pair.HEAD), speculative_num_steps=K,

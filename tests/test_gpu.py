@@ -29,7 +29,7 @@ pytestmark = [
 GRAPHS = [1, 2, 4, 8]
 FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 COMMON: dict[str, Any] = {
-    "device": "cuda", "mem_fraction_static": 0.3, "max_total_tokens": 16384, "max_running_requests": 12,
+    "device": "cuda", "mem_fraction_static": 0.9, "max_total_tokens": 16384, "max_running_requests": 12,
     "disable_cuda_graph": False, "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": GRAPHS,
 }  # fmt: skip
 IN_FLOAT32 = COMMON | {"dtype": "float32", "attention_backend": "triton"}
