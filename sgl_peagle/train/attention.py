@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sgl_peagle.errors import PEagleError
-from sgl_peagle.train.rows import Ints, allowed, sample_rows, Cod, generator
+from sgl_peagle.train.rows import Cod, Ints, allowed, generator, sample_rows
 
 BLOCK = 128
 _SDPA_STEP = 64  # padded lengths are multiples of this: few shapes, and aligned masks
@@ -216,12 +216,13 @@ class Flex:
         q_step: Queries are padded to a multiple of this (a multiple of 128): the most rows of a batch, so that there
             is one shape, and one compilation.
         k_step: The same for keys.
+        dynamic: Compile once for all shapes (a little slower than for one shape).
         compiled: Off only where FlexAttention's slow reference is wanted (tests).
     """
 
-    def __init__(self, q_step: int, k_step: int, compiled: bool = True) -> None:
+    def __init__(self, q_step: int, k_step: int, *, dynamic: bool = False, compiled: bool = True) -> None:
         self.steps = (q_step, k_step)
-        self._kernel: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+        self._kernel: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=dynamic) if compiled else flex_attention
 
     def __call__(self, queries: Rows, keys: Rows, device: torch.device) -> Plan:
         q_size, k_size = (-(-len(rows) // step) * step for rows, step in zip((queries, keys), self.steps))
