@@ -4,7 +4,7 @@
 
 One document of N tokens, supervised throughout, with the rows of K = 8, r = 0.7, floor 0.2, through a head of
 SmolLM2-135M's shape (random weights and hidden states: neither changes memory or time), loss over the full vocabulary, bfloat16.
-S = 1 is the step without partition. Beside each peak stands the formula for the rows of the largest segment,
+S = 1 is the step without partition; both ways to cut are measured. Beside each peak stands the formula for the rows of the largest segment,
 n * (1 + (c - 1) / S) with c the rows per position that were drawn, and how far the gradient is from that of S = 1. Writes a plot next to
 the JSON file. Runs that do not fit into the time budget or the memory are recorded as such.
 """
@@ -30,7 +30,7 @@ from torch import Tensor  # noqa: E402
 from sgl_peagle.train.attention import BLOCK, Flex, Planner, sdpa_plan  # noqa: E402
 from sgl_peagle.train.batches import Batch, Document, training_batch  # noqa: E402
 from sgl_peagle.train.model import Head, Shape  # noqa: E402
-from sgl_peagle.train.partition import LossSettings, loss_and_backward, segments_of  # noqa: E402
+from sgl_peagle.train.partition import LossSettings, loss_and_backward, owners, segments_of  # noqa: E402
 from sgl_peagle.train.rows import Cod  # noqa: E402
 from sgl_peagle.train.target import States  # noqa: E402
 
@@ -76,7 +76,9 @@ def make_batch(n: int, vocab_size: int) -> Batch:
     return training_batch([Document(0, tokens, np.ones(n, dtype=bool))], 0, 0, COD)
 
 
-def measure(head: Head, batch: Batch, states: States, planner: Planner, loss: LossSettings, segments: int) -> dict[str, Any]:
+def measure(
+    head: Head, batch: Batch, states: States, planner: Planner, loss: LossSettings, segments: int, way: str
+) -> dict[str, Any]:
     """Peak bytes above what is there before the step (None on a CPU), and the median time of a step."""
     device = states.aux.device
     times: list[float] = []
@@ -88,7 +90,7 @@ def measure(head: Head, batch: Batch, states: States, planner: Planner, loss: Lo
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         begin = time.perf_counter()
-        loss_and_backward(head, batch, states, planner, loss, segments)
+        loss_and_backward(head, batch, states, planner, loss, segments, way)
         if device.type == "cuda":
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
@@ -96,12 +98,20 @@ def measure(head: Head, batch: Batch, states: States, planner: Planner, loss: Lo
     return {"step_ms": round(1000 * float(np.median(times[1:])), 2), "peak_bytes": peak}
 
 
+def largest(batch: Batch, segments: int, way: str) -> int:
+    """Rows whose activations exist at once, at most."""
+    if way == "recompute" or segments == 1:
+        return max(len(kept) for kept, _ in segments_of(batch, segments))
+    owner = owners(batch, segments)[batch.context :]
+    return batch.context + int(np.bincount(owner).max())
+
+
 def gradient(head: Head) -> Tensor:
     return torch.cat([p.grad.float().flatten() for p in head.parameters() if p.grad is not None])
 
 
 def sweep(
-    head: Head, n: int, planner: Planner, chunk: int, device: torch.device, out_of_time: Callable[[], bool]
+    head: Head, n: int, planner: Planner, way: str, chunk: int, device: torch.device, out_of_time: Callable[[], bool]
 ) -> list[dict[str, Any]]:
     random = torch.Generator().manual_seed(1)
     width = head.shape.hidden_size
@@ -116,14 +126,14 @@ def sweep(
     for segments in SEGMENTS:
         cell: dict[str, Any] = {
             "n": n, "segments": segments, "rows_per_position": round(c, 3), "rows": len(batch.rows),
-            "largest_segment": max(len(kept) for kept, _ in segments_of(batch, segments)),
+            "largest_segment": largest(batch, segments, way),
             "formula_rows": round(n * (1 + (c - 1) / segments)),
         }  # fmt: skip
         if out_of_time():
             cell["failed"] = "not run: out of time"
         else:
             try:
-                cell |= measure(head, batch, States(aux, last), planner, loss, segments)
+                cell |= measure(head, batch, States(aux, last), planner, loss, segments, way)
                 found = gradient(head)
                 whole = found if segments == 1 else whole
                 if whole is not None:
@@ -142,22 +152,23 @@ def plot(report: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (memory, duration) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for name in sorted({(cell["attention"], cell["n"]) for cell in report["cells"]}):
-        cells = [c for c in report["cells"] if (c["attention"], c["n"]) == name and "step_ms" in c]
+    for name in sorted({(cell["attention"], cell["partition"], cell["n"]) for cell in report["cells"]}):
+        cells = [c for c in report["cells"] if (c["attention"], c["partition"], c["n"]) == name and "step_ms" in c]
         if not cells:
             continue
         x = [c["segments"] for c in cells]
-        duration.plot(x, [c["step_ms"] for c in cells], "o-", label=f"{name[0]}, N = {name[1]}")
+        label = f"{name[0]}, {name[1]}, N = {name[2]}"
+        duration.plot(x, [c["step_ms"] for c in cells], "o-", label=label)
         if cells[0]["peak_bytes"] is None:
             continue
-        (line,) = memory.plot(x, [c["peak_bytes"] / 2**30 for c in cells], "o-", label=f"{name[0]}, N = {name[1]}")
+        (line,) = memory.plot(x, [c["peak_bytes"] / 2**30 for c in cells], "o-", label=label)
         # The formula, scaled to the step without partition.
         first = cells[0]["peak_bytes"] / cells[0]["formula_rows"] / 2**30
         memory.plot(x, [c["formula_rows"] * first for c in cells], "--", color=line.get_color(), linewidth=1)
-    for axes, label in ((memory, "peak memory of a step, GiB"), (duration, "ms per step")):
-        axes.set(xlabel="segments S", ylabel=label, xscale="log", ylim=(0, None))
+    for axes, words in ((memory, "peak memory of a step, GiB"), (duration, "ms per step")):
+        axes.set(xlabel="segments S", ylabel=words, xscale="log", ylim=(0, None))
         axes.set_xticks(SEGMENTS, [str(s) for s in SEGMENTS])
-        axes.legend()
+        axes.legend(fontsize=7)
     memory.set_title("dashed: rows of the largest segment, n(1 + (c-1)/S), scaled to S = 1", fontsize=8)
     figure.suptitle(f"Sequence partition, K = 8, {report['layers']} layers, {report['environment']['gpu']}", fontsize=10)
     figure.tight_layout()
@@ -176,22 +187,24 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
     sizes, lengths = (TOY, (64, 128)) if options.toy else (SMOLLM2, (8192, 2048))
-    planners: dict[str, Planner] = {"sdpa": sdpa_plan}
+    variants: list[tuple[str, str, Planner]] = [("sdpa", "recompute", sdpa_plan), ("sdpa", "cached", sdpa_plan)]
     if on_gpu:
-        planners = {"flex": Flex(BLOCK, BLOCK, dynamic=True), **planners}
+        flex = Flex(BLOCK, BLOCK, dynamic=True)
+        variants = [("flex", "recompute", flex), ("flex", "cached", flex), variants[0]]
     report: dict[str, Any] = {
         "environment": environment(), "layers": options.layers, "chunk": options.chunk, "depths": COD.depths,
         "cod_ratio": COD.ratio, "cod_floor": COD.floor, "cells": [],
     }  # fmt: skip
     head = make_head(sizes, options.layers, max(lengths), device, dtype)
-    for attention, planner in planners.items():
+    late = lambda: time.perf_counter() - begin > options.budget  # noqa: E731
+    for attention, way, planner in variants:
         for n in lengths:
             try:
-                cells = sweep(head, n, planner, options.chunk, device, lambda: time.perf_counter() - begin > options.budget)
+                cells = sweep(head, n, planner, way, options.chunk, device, late)
             except Exception as error:  # one backend that does not work must not hide the other
                 cells = [{"n": n, "segments": 0, "failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}]
                 print(json.dumps(cells[0]), flush=True)
-            report["cells"] += [{"attention": attention, **cell} for cell in cells]
+            report["cells"] += [{"attention": attention, "partition": way, **cell} for cell in cells]
     report["seconds"] = round(time.perf_counter() - begin, 1)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -241,7 +241,7 @@ class Trainer:
         if self.settings.method == "eagle3":
             return eagle3.loss_and_backward(self.head, batch, states, self.planner, self.loss, self.settings.depths)
         return partition.loss_and_backward(
-            self.head, batch, states, self.planner, self.loss, self.settings.segments
+            self.head, batch, states, self.planner, self.loss, self.settings.segments, self.settings.partition
         )
 
     def update(self, batch: Batch) -> tuple[Ints, RowStats]:
