@@ -75,8 +75,9 @@ def to_device(array: Any, device: torch.device) -> Tensor:
 
 def _expand(x: Tensor, like: Tensor) -> Tensor:
     """Key or value heads repeated for the query heads that share them (no kernel has to know about groups of 3)."""
-    group = like.shape[1] // x.shape[1]
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+    rows, heads, dim = x.shape
+    group = like.shape[1] // heads
+    return x if group == 1 else x[:, :, None].expand(rows, heads, group, dim).reshape(rows, heads * group, dim)
 
 
 # -- sdpa -----------------------------------------------------------------------------------------------------------
