@@ -64,7 +64,7 @@ def run(settings: Settings, out: Path, stop_after: int = 0, **options: Any) -> T
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"embedding": "full", "segments": 3}, {"method": "eagle3"}, {"steps": None, "epochs": 1.5, "tokens_per_step": 120},
+    {}, {"embedding": "full", "segments": 3}, {"segments": 2, "partition": "cached"}, {"method": "eagle3"}, {"steps": None, "epochs": 1.5, "tokens_per_step": 120},
 ])  # fmt: skip
 def test_resume_is_bit_exact(place: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     """6 steps are 3 steps, a checkpoint and 3 steps: weights, optimiser, order of the data, random state."""
@@ -202,6 +202,18 @@ def test_time_budget_fixes_the_steps(place: Path, tmp_path: Path, monkeypatch: p
     assert trainer.total is not None and 5 < trainer.step <= trainer.total
     assert checkpoint.load(tmp_path / "out")["total"] == trainer.total
     assert (tmp_path / "out" / "head").is_dir()
+
+
+def test_going_on_after_an_export_keeps_it(place: Path, tmp_path: Path) -> None:
+    """Time was up, a head was exported; the resumed run exports its own beside it."""
+    settings = settings_of(place)
+    trainer = Trainer(settings, tmp_path / "out", echo=quiet)
+    trainer._out_of_time = lambda: trainer.step == 2  # type: ignore[method-assign]
+    assert trainer.run() is None
+    run(settings, tmp_path / "out", resume=True)
+    run(settings, tmp_path / "out", resume=True)  # complete: nothing to do
+    done = {f.name: json.loads((f / "training.json").read_text())["steps_done"] for f in (tmp_path / "out").glob("head*")}
+    assert done == {"head": 6, "head-step2": 2}
 
 
 def test_schedule() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sgl_peagle.errors import PEagleError
-from sgl_peagle.train.rows import Ints, allowed, sample_rows, Cod, generator
+from sgl_peagle.train.rows import Bools, Cod, Ints, allowed, generator, sample_rows
 
 BLOCK = 128
 _SDPA_STEP = 64  # padded lengths are multiples of this: few shapes, and aligned masks
@@ -75,55 +75,60 @@ def to_device(array: Any, device: torch.device) -> Tensor:
 
 def _expand(x: Tensor, like: Tensor) -> Tensor:
     """Key or value heads repeated for the query heads that share them (no kernel has to know about groups of 3)."""
-    group = like.shape[1] // x.shape[1]
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+    rows, heads, dim = x.shape
+    group = like.shape[1] // heads
+    return x if group == 1 else x[:, :, None].expand(rows, heads, group, dim).reshape(rows, heads * group, dim)
 
 
 # -- sdpa -----------------------------------------------------------------------------------------------------------
 
 
 class _Slots:
-    """Rows in padded slots: documents of similar length form one group [documents, length]."""
+    """Rows in padded slots: each group of documents is a matrix [documents, slots] of row indices.
 
-    def __init__(self, rows: Rows, lengths: dict[int, int]) -> None:
+    Args:
+        rows: The rows.
+        groups: Documents that share a matrix.
+
+    Attributes:
+        index: Per group, the row in each slot; 0 in empty ones.
+        there: Per group, whether a slot has a row.
+        where: [R], the slot of each row, counted through all groups.
+    """
+
+    def __init__(self, rows: Rows, groups: "list[list[int]]") -> None:
         order = np.argsort(rows.document, kind="stable")
-        documents, starts, counts = np.unique(rows.document[order], return_index=True, return_counts=True)
-        #: padded length of a group -> documents in it
-        self.groups: dict[int, list[int]] = {}
-        self.index: dict[int, Ints] = {}
-        self.there: dict[int, Any] = {}
-        where = np.zeros(len(rows), dtype=np.int64)
-        by_document = {int(d): order[s : s + c] for d, s, c in zip(documents, starts, counts)}
-        for document, length in lengths.items():
-            self.groups.setdefault(length, []).append(document)
-        self.widths: dict[int, int] = {}
+        documents, counts = np.unique(rows.document, return_counts=True)
+        members = dict(zip(documents.tolist(), np.split(order, np.cumsum(counts)[:-1])))
+        nobody = np.zeros(0, dtype=np.int64)
+        self.index: list[Ints] = []
+        self.there: list[Bools] = []
+        self.where: Ints = np.zeros(len(rows), dtype=np.int64)
         begin = 0
-        for length, members in self.groups.items():
-            most = max(len(by_document.get(d, ())) for d in members)
-            width = self.widths[length] = -(-max(most, 1) // _SDPA_STEP) * _SDPA_STEP
-            index = np.zeros((len(members), width), dtype=np.int64)
-            there = np.zeros((len(members), width), dtype=bool)
-            for i, document in enumerate(members):
-                own = by_document.get(document, np.zeros(0, dtype=np.int64))
-                index[i, : len(own)], there[i, : len(own)] = own, True
-                where[own] = begin + i * width + np.arange(len(own))
-            self.index[length], self.there[length] = index, there
+        for group in groups:
+            own = [members.get(document, nobody) for document in group]
+            width = -(-max(1, *(len(o) for o in own)) // _SDPA_STEP) * _SDPA_STEP
+            index, there = np.zeros((len(group), width), dtype=np.int64), np.zeros((len(group), width), dtype=bool)
+            for i, o in enumerate(own):
+                index[i, : len(o)], there[i, : len(o)] = o, True
+                self.where[o] = begin + i * width + np.arange(len(o))
+            self.index.append(index)
+            self.there.append(there)
             begin += index.size
-        self.where = where
 
 
 def sdpa_plan(queries: Rows, keys: Rows, device: torch.device) -> Plan:
     """A plan of dense masks: [documents, queries, keys] bool for documents of similar length."""
     documents, counts = np.unique(keys.document, return_counts=True)
-    # One length per power of two, roughly: few kernel calls, at most half of the slots empty.
-    lengths = {int(d): 1 << max(6, int(c - 1).bit_length()) for d, c in zip(documents, counts)}
-    q_slots, k_slots = _Slots(queries, lengths), _Slots(keys, lengths)
+    # One group per power of two: few kernel calls, at most half of the slots empty.
+    sizes = np.maximum(np.ceil(np.log2(counts)), 6)
+    members = [documents[sizes == size].tolist() for size in np.unique(sizes)]
+    q_slots, k_slots = _Slots(queries, members), _Slots(keys, members)
     q_where = to_device(q_slots.where, device)
     q_rows, k_rows = queries.to(device), keys.to(device)
     groups = []
-    for length in q_slots.groups:
-        q_index, k_index = (to_device(s.index[length], device) for s in (q_slots, k_slots))
-        q_there, k_there = (to_device(s.there[length], device) for s in (q_slots, k_slots))
+    for arrays in zip(q_slots.index, k_slots.index, q_slots.there, k_slots.there):
+        q_index, k_index, q_there, k_there = (to_device(x, device) for x in arrays)
         q_anchor, q_depth = (x[q_index][:, :, None] for x in q_rows[1:])
         k_anchor, k_depth = (x[k_index][:, None, :] for x in k_rows[1:])
         mask = allowed(q_anchor, q_depth, k_anchor, k_depth) & k_there[:, None, :]
@@ -216,12 +221,13 @@ class Flex:
         q_step: Queries are padded to a multiple of this (a multiple of 128): the most rows of a batch, so that there
             is one shape, and one compilation.
         k_step: The same for keys.
+        dynamic: Compile once for all shapes (a little slower than for one shape).
         compiled: Off only where FlexAttention's slow reference is wanted (tests).
     """
 
-    def __init__(self, q_step: int, k_step: int, compiled: bool = True) -> None:
+    def __init__(self, q_step: int, k_step: int, *, dynamic: bool = False, compiled: bool = True) -> None:
         self.steps = (q_step, k_step)
-        self._kernel: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+        self._kernel: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=dynamic) if compiled else flex_attention
 
     def __call__(self, queries: Rows, keys: Rows, device: torch.device) -> Plan:
         q_size, k_size = (-(-len(rows) // step) * step for rows, step in zip((queries, keys), self.steps))

@@ -74,6 +74,8 @@ def train() -> None:
 @click.option("--holdout", type=int, default=0, show_default=True, help="Last documents, kept for evaluation.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--segments", type=int, default=1, show_default=True, help="Sequence partition: less memory, same gradient.")
+@click.option("--partition", type=click.Choice(["recompute", "cached"]), default="recompute", show_default=True,
+              help="With segments: run the context rows again, or keep their keys with gradient.")  # fmt: skip
 @click.option("--attention", type=click.Choice(["auto", "flex", "sdpa"]), default="auto", show_default=True)
 @click.option("--chunk", type=int, default=4096, show_default=True, help="Rows whose logits exist at once.")
 @click.option("--compile-loss", is_flag=True, help="Fuse the loss with torch.compile.")
@@ -88,7 +90,7 @@ def run(
     depths: Optional[int], cod_rate: float, cod_floor: float, reference_weight: bool, mask_token_id: Optional[int],
     aux_layers: tuple[int, ...], embedding: str, loss: str, lr: float, embedding_lr: float, minutes: Optional[float],
     steps: Optional[int], epochs: Optional[float], tokens_per_step: int, max_length: int, holdout: int, seed: int,
-    segments: int, attention: str, chunk: int, compile_loss: bool, device: str, log_every: int, checkpoint_every: int,
+    segments: int, partition: str, attention: str, chunk: int, compile_loss: bool, device: str, log_every: int, checkpoint_every: int,
     eval_every: Optional[int], formats: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train a head on a corpus of the target's own answers, and export it.
@@ -106,7 +108,7 @@ def run(
             depths=depths or (7 if ar else 8), cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
             embedding="frozen" if ar else embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
             loss=loss, lr=lr, embedding_lr=embedding_lr, minutes=minutes, steps=steps, epochs=epochs,
-            tokens_per_step=tokens_per_step, max_length=max_length, holdout=holdout, seed=seed, segments=segments,
+            tokens_per_step=tokens_per_step, max_length=max_length, holdout=holdout, seed=seed, segments=segments, partition=partition,
             attention=attention, chunk=chunk, compile_loss=compile_loss, device=device, log_every=log_every,
             checkpoint_every=checkpoint_every, eval_every=eval_every,
         )  # fmt: skip

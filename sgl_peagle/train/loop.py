@@ -241,7 +241,7 @@ class Trainer:
         if self.settings.method == "eagle3":
             return eagle3.loss_and_backward(self.head, batch, states, self.planner, self.loss, self.settings.depths)
         return partition.loss_and_backward(
-            self.head, batch, states, self.planner, self.loss, self.settings.segments
+            self.head, batch, states, self.planner, self.loss, self.settings.segments, self.settings.partition
         )
 
     def update(self, batch: Batch) -> tuple[Ints, RowStats]:
@@ -417,9 +417,12 @@ class Trainer:
         layers = self.target.aux_layer_ids
         for to in self.formats if s.method == "peagle" else ("eagle3",):
             folder = self.out / ("head" if to in ("peagle", "eagle3") else f"head-{to}")
-            if folder.exists():
-                self.echo(f"{folder} is there already")
-                continue
+            if folder.exists():  # from an earlier end of this run: kept, under another name if training went on
+                done = json.loads((folder / "training.json").read_text())["steps_done"]
+                if done == self.step:
+                    self.echo(f"{folder} is there already")
+                    continue
+                folder.rename(folder.with_name(f"{folder.name}-step{done}"))
             if s.method == "eagle3":
                 export_eagle3(self.head, folder, aux_layer_ids=layers, record=self.record())
             else:

@@ -8,6 +8,7 @@ from typing import Any, Optional
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.train.losses import KINDS
 from sgl_peagle.train.model import EMBEDDINGS
+from sgl_peagle.train.partition import PARTITIONS
 from sgl_peagle.train.rows import Cod
 
 METHODS = ("peagle", "eagle3")
@@ -38,7 +39,7 @@ class Settings:
         tokens_per_step: Tokens of text in a step.
         max_length: Documents are cut to so many tokens.
         holdout: Documents (the last ones) kept for evaluation.
-        segments: S of the sequence partition.
+        segments, partition: S of the sequence partition, and one of :data:`~sgl_peagle.train.partition.PARTITIONS`.
         attention: One of :data:`ATTENTION`.
         chunk: Rows whose logits exist at once.
         compile_loss: Fuse the passes over the logits with torch.compile.
@@ -70,6 +71,7 @@ class Settings:
     holdout: int = 0
     seed: int = 0
     segments: int = 1
+    partition: str = "recompute"
     attention: str = "auto"
     chunk: int = 4096
     compile_loss: bool = False
@@ -81,6 +83,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, known in (
             ("method", METHODS), ("embedding", EMBEDDINGS), ("loss", KINDS), ("attention", ATTENTION),
+            ("partition", PARTITIONS),
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 _refuse(f"{name} is {getattr(self, name)!r}", "it is not known", f"use one of {', '.join(known)}")
