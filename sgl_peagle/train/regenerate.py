@@ -116,7 +116,7 @@ class Run:
         """All stages that are not done yet; returns the folder of the training corpus."""
         try:
             train, tune = self.prompts()
-            held_out = HeldOut(prompt.text for prompt in self.sources.held_out_prompts)
+            held_out = HeldOut(turn for p in [*self.sources.held_out_prompts, *tune] for turn in p.turns)
             self.evaluation(tune)
             self.responses(train, held_out)
         finally:

@@ -82,7 +82,7 @@ def gather(settings: "Settings", sources: Sources, chat: ChatFormat, target: Cal
         target: Gives the running target; called only if prompts are to be made up.
     """
     found = Gathered([], [])
-    held_out = HeldOut(prompt.text for prompt in sources.held_out_prompts)
+    held_out = HeldOut(turn for prompt in sources.held_out_prompts for turn in prompt.turns)
     synthetic: list[Prompt] = []
     if settings.synthetic:
         with ThreadPoolExecutor(1) as pool:  # the target takes about a minute to start
