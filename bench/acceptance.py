@@ -5,7 +5,8 @@
 
 One engine per (method, K). Acceptance length is (completion_tokens - 1) / spec_verify_ct, summed over requests before
 dividing (the prefill gives the first token; no round does); per-position rates are SGLang's histogram of accepted
-drafts. ``one_plus_accepted`` is 1 plus the sum of those rates: a little more, as it counts drafts beyond an answer's end. Cells that the file already holds are skipped, so an interrupted run is continued by the same command.
+drafts. ``one_plus_accepted`` is 1 plus the sum of those rates: a little more, as it counts drafts beyond an answer's
+end. Cells that the file already holds are skipped, so an interrupted run is continued by the same command.
 ``--table FILE`` prints a file as Markdown and runs nothing.
 """
 
@@ -77,7 +78,9 @@ def context_length(target: Path) -> int:
     return int(json.loads((target / "config.json").read_text())["max_position_embeddings"])
 
 
-def serve(engine: Any, chat: Any, wanted: PromptSet, temperature: float, options: argparse.Namespace) -> list[dict[str, Any]]:
+def serve(
+    engine: Any, chat: Any, wanted: PromptSet, temperature: float, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """All turns of a set; one record per request (a turn of a conversation)."""
     from sgl_peagle.train.filters import loop_start
 
@@ -159,7 +162,9 @@ def engine_arguments(setup: Setup, options: argparse.Namespace, on_gpu: bool) ->
     return arguments
 
 
-def run_engine(setup: Setup, work: list[tuple[PromptSet, float]], chat: Any, options: argparse.Namespace, on_gpu: bool) -> list[Any]:
+def run_engine(
+    setup: Setup, work: list[tuple[PromptSet, float]], chat: Any, options: argparse.Namespace, on_gpu: bool
+) -> list[Any]:
     """One engine, its cells' records in the order of ``work``."""
     import harness
 
@@ -203,7 +208,7 @@ def environment() -> dict[str, str]:
 
 def table(report: dict[str, Any]) -> str:
     """The file's cells over all contexts, then by context, as Markdown."""
-    lines = ["| method | head | prompts | T | K | AL | AL without loops | per position | rounds |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| method | head | prompts | T | K | AL | AL without loops | per position | rounds |", "|---" * 9 + "|"]
     found = report["cells"]
     for cell in found:
         if cell["loops"] != "included" or cell["context"] != "all":
@@ -215,9 +220,11 @@ def table(report: dict[str, Any]) -> str:
             f"| {cell['method']} | {cell['head']} | {cell['prompts']} | {cell['temperature']:g} | {cell['k']} | "
             f"{cell['acceptance_length']:.2f} | {quiet} | {shares} | {cell['rounds']} |"
         )
-    lines += ["", "By context length (loops included):", "", "| method | prompts | T | K | context | AL | rounds |", "|---|---|---|---|---|---|---|"]
+    lines += ["", "By context length (loops included):", ""]
+    lines += ["| method | prompts | T | K | context | AL | rounds |", "|---" * 7 + "|"]
     lines += [
-        f"| {c['method']} | {c['prompts']} | {c['temperature']:g} | {c['k']} | {c['context']} | {c['acceptance_length']:.2f} | {c['rounds']} |"
+        f"| {c['method']} | {c['prompts']} | {c['temperature']:g} | {c['k']} | {c['context']} | "
+        f"{c['acceptance_length']:.2f} | {c['rounds']} |"
         for c in found
         if c["loops"] == "included" and c["context"] != "all"
     ]

@@ -296,6 +296,23 @@ def test_interrupted_run_goes_on(tmp_path: Path, files: dict[str, Path], monkeyp
     assert Corpus.open(parts / "train").sha256 == Corpus.open(whole / "train").sha256
 
 
+def test_batches_of_equal_prompts_draw_differently() -> None:
+    """Made-up prompts all begin with the same ids; two batches of them must not be copies of each other."""
+    from sgl_peagle.train.generate import TransformersTarget, converse_once
+    from sgl_peagle.train.synthesis import _made_up
+
+    chat = ChatFormat.of(pair.TARGET)
+    target = TransformersTarget(pair.TARGET, 0)
+    size = target.BATCH
+
+    def draw(label: str) -> list[Any]:
+        return converse_once(target, [_made_up("", chat) for _ in range(2 * size)], label)
+
+    texts = draw("one")
+    assert texts == draw("one") and texts != draw("two")
+    assert texts[:size] != texts[size:]
+
+
 def test_no_time_left_writes_what_there_is(tmp_path: Path, files: dict[str, Path]) -> None:
     run = make_run(tmp_path / "out", files)
     run._deadline = 0.0

@@ -114,7 +114,9 @@ class Document:
 
 
 @torch.no_grad()
-def measure(head: DraftHead, tokens: Tensor, assistant: Tensor, aux: Tensor, k: int) -> tuple[list[dict[int, int]], list[int]]:
+def measure(
+    head: DraftHead, tokens: Tensor, assistant: Tensor, aux: Tensor, k: int
+) -> tuple[list[dict[int, int]], list[int]]:
     """L(a) at every row of every answer of one document, and the last token index of each answer."""
     rows = answer_rows(assistant)
     if not rows:
@@ -229,15 +231,12 @@ class Evaluator:
 def report(documents: Sequence[Document], ks: Sequence[int]) -> dict[str, Any]:
     """K -> acceptance, with all documents and without those whose answers loop."""
     calm = [document for document in documents if not document.loops]
-    return {
-        str(k): {"all": summarise(documents, k), "without_loops": summarise(calm, k)}
-        for k in ks
-    }
+    return {str(k): {"all": summarise(documents, k), "without_loops": summarise(calm, k)} for k in ks}
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """A Markdown table of {head: {set: report}}: walk AL with all documents and without loops, and all-anchor AL."""
-    lines = ["| head | set | K | AL (walk) | without loops | all anchors | rounds | per position |", "|---|---|---|---|---|---|---|---|"]
+    lines = ["| head | set | K | AL (walk) | without loops | all anchors | rounds | per position |", "|---" * 8 + "|"]
     for head, sets in results.items():
         for name, found in sets.items():
             for k, cell in found.items():

@@ -23,6 +23,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any, eos: Iterable[int], name: str = "the target") -> None:
         self.tokenizer, self.eos = tokenizer, frozenset(eos)
+        self._prompts: dict[str, list[int]] = {}  # most prompts are answered twice
         if not getattr(tokenizer, "chat_template", None):
             raise PEagleError(
                 f"{name} has no chat template",
@@ -75,7 +76,10 @@ class ChatFormat:
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of a conversation that ends with a user turn, the opened reply included."""
-        return self._encode(self._render(messages))
+        text = self._render(messages)
+        if text not in self._prompts:
+            self._prompts[text] = self._encode(text)
+        return list(self._prompts[text])
 
     def opened_user(self, beginning: str = "") -> list[int]:
         """Ids up to a user turn that the target is to continue."""

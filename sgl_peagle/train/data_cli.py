@@ -29,26 +29,47 @@ def _arguments(entries: tuple[str, ...]) -> dict[str, Any]:
 
 @click.command()
 @click.option("--target", type=_FOLDER, required=True, help="Folder of the target; it answers all prompts itself.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="New folder, or one to go on with.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), required=True,
+    help="New folder, or one to go on with.",
+)  # fmt: skip
 @click.option("--gsm8k", type=_FILE, help="JSONL with GSM8K's training questions.")
 @click.option("--prompts", "extra", type=_FILE, multiple=True, help="JSONL with further training prompts (repeatable).")
 @click.option("--synthetic", type=click.IntRange(min=0), default=0, help="Prompts that the target makes up.")
-@click.option("--tune", type=click.IntRange(min=0), default=500, show_default=True, help="Made-up prompts kept for tuning.")
+@click.option(
+    "--tune", type=click.IntRange(min=0), default=500, show_default=True,
+    help="Made-up prompts kept for tuning.",
+)  # fmt: skip
 @click.option("--code", type=click.IntRange(min=0), default=0, help="Short code tasks from the standard library.")
 @click.option("--long", "long_", type=click.IntRange(min=0), default=0, help="Long code tasks (1000 to 1800 tokens).")
 @click.option(
     "--held-out", type=_FILE, multiple=True,
     help="JSONL with evaluation prompts (repeatable): answered for evaluation, kept out of training.",
 )  # fmt: skip
-@click.option("--long-code", type=click.IntRange(min=0), default=16, show_default=True, help="Evaluation prompts per context length.")
-@click.option("--gsm8k-test", type=click.IntRange(min=0), default=200, show_default=True, help="Prompts answered of a held-out gsm8k_test.")
+@click.option(
+    "--long-code", type=click.IntRange(min=0), default=16, show_default=True,
+    help="Evaluation prompts per context length.",
+)  # fmt: skip
+@click.option(
+    "--gsm8k-test", type=click.IntRange(min=0), default=200, show_default=True,
+    help="Prompts answered of a held-out gsm8k_test.",
+)  # fmt: skip
 @click.option("--backend", type=click.Choice(["auto", "sglang", "transformers"]), default="auto", show_default=True)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--mask-token-id", type=click.IntRange(min=0), default=16, show_default=True, help="The head's MASK id; no document may hold it.")
+@click.option(
+    "--mask-token-id", type=click.IntRange(min=0), default=16, show_default=True,
+    help="The head's MASK id; no document may hold it.",
+)  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--shard", type=click.IntRange(min=1), default=2048, show_default=True, help="Conversations per file.")
-@click.option("--engine", multiple=True, metavar="KEY=VALUE", help="Further argument of SGLang's engine (value as JSON or text).")
-@click.option("--minutes", type=click.FloatRange(min=0), help="Begin no further shard after so long, and write what there is.")
+@click.option(
+    "--engine", multiple=True, metavar="KEY=VALUE",
+    help="Further argument of SGLang's engine (value as JSON or text).",
+)  # fmt: skip
+@click.option(
+    "--minutes", type=click.FloatRange(min=0),
+    help="Begin no further shard after so long, and write what there is.",
+)  # fmt: skip
 def data(
     target: Path,
     out: Path,
@@ -92,7 +113,10 @@ def data(
 
 
 @click.command()
-@click.option("--head", "heads", type=_FOLDER, multiple=True, required=True, help="P-EAGLE or EAGLE-3 head (repeatable).")
+@click.option(
+    "--head", "heads", type=_FOLDER, multiple=True, required=True,
+    help="P-EAGLE or EAGLE-3 head (repeatable).",
+)  # fmt: skip
 @click.option("--target", required=True, help="Folder or hub id of the target.")
 @click.option("--corpus", "corpora", type=_FOLDER, multiple=True, required=True, help="Evaluation corpus (repeatable).")
 @click.option("--k", "ks", default="3,5,7", show_default=True, help="Drafts per round, comma separated.")

@@ -174,7 +174,8 @@ class DraftHead:
     def _stack(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Any) -> Tensor:
         """All layers over rows [B, R]; returns [B, R, D] before the final norm."""
         angles = positions[..., None].double() * self._frequencies
-        cos, sin = ((f(angles) * self._rope_scale).to(hidden.dtype)[:, :, None] for f in (torch.cos, torch.sin))
+        wide = torch.promote_types(hidden.dtype, torch.float32)  # engines rotate in float32, too
+        cos, sin = ((f(angles) * self._rope_scale).to(wide)[:, :, None] for f in (torch.cos, torch.sin))
         x = hidden
         for layer in range(self.config.num_layers):
             prefix = f"layers.{layer}."
@@ -225,8 +226,8 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def _frequencies(config: PEagleHeadConfig, device: torch.device) -> tuple[Tensor, float]:

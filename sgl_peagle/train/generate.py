@@ -185,7 +185,7 @@ class SglangTarget:
 
 
 class TransformersTarget:
-    """``model.generate`` in padded batches, float32 on a CPU; every batch is seeded by its own prompts."""
+    """``model.generate`` in padded batches, float32 on a CPU; every batch is seeded by its prompts and place."""
 
     name = "transformers"
     BATCH = 16
@@ -211,7 +211,7 @@ class TransformersTarget:
                 pending = {i: next(conversation) for i, conversation in enumerate(conversations)}
                 while pending:
                     members = list(pending)
-                    for i, reply in zip(members, self._generate([pending[i] for i in members])):
+                    for i, reply in zip(members, self._generate([pending[i] for i in members], label)):
                         try:
                             pending[i] = conversations[i].send(reply)
                         except StopIteration as end:
@@ -220,7 +220,7 @@ class TransformersTarget:
                             bar.update()
                 finished(index, results)
 
-    def _generate(self, requests: Sequence[Request]) -> list[Reply]:
+    def _generate(self, requests: Sequence[Request], label: str) -> list[Reply]:
         """Continue all prompts, those of similar length and like settings together."""
 
         def settings(i: int) -> tuple[Any, ...]:
@@ -229,13 +229,15 @@ class TransformersTarget:
 
         order = sorted(range(len(requests)), key=lambda i: (settings(i), len(requests[i].ids), i))
         replies: dict[int, Reply] = {}
+        serial = 0
         while order:
             same = [i for i in order[: self.BATCH] if settings(i) == settings(order[0])]
             order = order[len(same) :]
-            replies |= dict(zip(same, self._batch([requests[i] for i in same])))
+            replies |= dict(zip(same, self._batch([requests[i] for i in same], f"{label} {serial}")))
+            serial += 1
         return [replies[i] for i in range(len(requests))]
 
-    def _batch(self, batch: Sequence[Request]) -> list[Reply]:
+    def _batch(self, batch: Sequence[Request], name: str) -> list[Reply]:
         import torch
 
         first, width = batch[0], max(len(r.ids) for r in batch)
@@ -245,7 +247,8 @@ class TransformersTarget:
         sampling: dict[str, Any] = {"do_sample": False}
         if first.temperature > 0:
             sampling = {"do_sample": True, "temperature": first.temperature, "top_p": first.top_p, "top_k": 0}
-        torch.manual_seed(zlib.crc32(repr([self._seed, [r.ids for r in batch]]).encode()))
+        # Made-up prompts all begin alike, so the ids alone would give batch after batch the same draws.
+        torch.manual_seed(zlib.crc32(repr([self._seed, name, [r.ids for r in batch]]).encode()))
         with torch.no_grad():
             out = self._model.generate(
                 ids, attention_mask=seen, max_new_tokens=first.max_new, eos_token_id=sorted(first.stop_ids),

@@ -116,7 +116,7 @@ class Run:
         """All stages that are not done yet; returns the folder of the training corpus."""
         try:
             train, tune = self.prompts()
-            held_out = HeldOut(prompt.text for prompt in self.sources.held_out_prompts)
+            held_out = HeldOut(turn for p in [*self.sources.held_out_prompts, *tune] for turn in p.turns)
             self.evaluation(tune)
             self.responses(train, held_out)
         finally:
@@ -137,6 +137,8 @@ class Run:
         print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
 
     def _fits(self, prompt: Prompt) -> bool:
+        if len(prompt.text.encode()) + len(prompt.system or "") + 256 + self.settings.max_new_tokens <= self._context:
+            return True  # a token has at least a byte: no need to count
         return len(self.chat.prompt(prompt.messages())) + self.settings.max_new_tokens <= self._context
 
     # -- prompts ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ A small model's own prompts are of few kinds, so half of them start from a commi
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Optional
@@ -81,21 +82,26 @@ def gather(settings: "Settings", sources: Sources, chat: ChatFormat, target: Cal
         target: Gives the running target; called only if prompts are to be made up.
     """
     found = Gathered([], [])
-    held_out = HeldOut(prompt.text for prompt in sources.held_out_prompts)
-    if settings.long_code:
-        for prompt in sources.long_code(settings.long_code, chat.counts):
+    held_out = HeldOut(turn for prompt in sources.held_out_prompts for turn in prompt.turns)
+    synthetic: list[Prompt] = []
+    if settings.synthetic:
+        with ThreadPoolExecutor(1) as pool:  # the target takes about a minute to start
+            from_code = pool.submit(_from_code, settings, sources, chat)
+            running = target()
+            ours, long_code = from_code.result()
+        for prompt in long_code:
             held_out.add(prompt.text)
-    synthetic = _synthetic(settings, chat, target, held_out, found) if settings.synthetic else []
+        synthetic = _synthetic(settings, chat, running, held_out, found)
+    else:
+        ours, long_code = _from_code(settings, sources, chat)
+        for prompt in long_code:
+            held_out.add(prompt.text)
     tune = min(settings.tune, len(synthetic) // 2)
     found.tune, rest = synthetic[:tune], synthetic[tune:]
     for prompt in found.tune:
         held_out.add(prompt.text)
 
-    others = list(sources.training)
-    if settings.code:
-        others += stdlib_code.code_prompts(settings.code)
-    if settings.long:
-        others += stdlib_code.long_prompts(settings.long, chat.counts)
+    others = sources.training + ours
     whole = Duplicates(0)  # code tasks share wordings on purpose, so only whole repeats count
     for prompt in others:
         if any(token in prompt.text for token in chat.special_texts):
@@ -110,12 +116,19 @@ def gather(settings: "Settings", sources: Sources, chat: ChatFormat, target: Cal
     return found
 
 
+def _from_code(settings: "Settings", sources: Sources, chat: ChatFormat) -> tuple[list[Prompt], list[Prompt]]:
+    """Code tasks for training, and the long-code set that is held out."""
+    ours = stdlib_code.code_prompts(settings.code) if settings.code else []
+    ours += stdlib_code.long_prompts(settings.long, chat.counts) if settings.long else []
+    return ours, sources.long_code(settings.long_code, chat.counts) if settings.long_code else []
+
+
 def _drop(found: Gathered, reason: str) -> None:
     found.dropped[reason] = found.dropped.get(reason, 0) + 1
 
 
 def _synthetic(
-    settings: "Settings", chat: ChatFormat, target: Callable[[], Target], held_out: HeldOut, found: Gathered
+    settings: "Settings", chat: ChatFormat, target: Target, held_out: HeldOut, found: Gathered
 ) -> list[Prompt]:
     """Prompts that the target makes up, in the order of their hashes."""
     wanted = settings.synthetic + settings.tune
@@ -125,7 +138,7 @@ def _synthetic(
     number = int(wanted * OVERSAMPLING) + 1
     for turn in (1, 2):
         starts = ["" if i % 2 else draw.choice(beginnings) for i in range(number)]
-        texts = converse_once(target(), [_made_up(start, chat) for start in starts], f"prompts, round {turn}")
+        texts = converse_once(target, [_made_up(start, chat) for start in starts], f"prompts, round {turn}")
         found.sampled += number
         for text in texts:
             fault = _fault(text, chat, held_out, seen)
