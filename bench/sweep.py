@@ -227,12 +227,13 @@ class Sweep:
                 "SGLANG_SIMULATE_ACC_TOKEN_MODE": options.simulate_tokens,
             }  # fmt: skip
         args |= options.engine_args
+        least = min(options.prompts_per_cell, len(prompts)) if prompts else 0
         probe = self.workdir / f"{name}-probe"
         probe.mkdir(exist_ok=True)
         (probe / "flag").write_bytes(b"\0")
         job = {
             "engine_args": args, "probe": str(probe), "scratch": str(self.workdir), "log": str(self.workdir / f"{name}.log"),
-            "concurrencies": concurrencies, "prompts_for": {str(c): prompts_for(c) for c in concurrencies},
+            "concurrencies": concurrencies, "prompts_for": {str(c): max(least, prompts_for(c)) for c in concurrencies},
             "profile": self.missing_profiles(spec), "deadline": self.deadline,
             "profile_delay": 0.5 if self.cuda else 0.3, "profile_tokens": max(1024, options.output_tokens),
             "input_tokens": options.input_tokens, "output_tokens": options.output_tokens,

@@ -47,6 +47,17 @@ class Requests:
         low, high = 10, self._job["vocab_size"] - 64
         return [[self._random.randrange(low, high) for _ in range(self._job["input_tokens"])] for _ in range(count)]
 
+    def rewind(self) -> None:
+        """Every timed batch has the same real prompts, none of them in the prefix cache. Random ones are always fresh."""
+        if not self._texts:
+            return
+        self._next = 0
+        deadline = time.monotonic() + 20
+        while not self._engine.flush_cache().success:  # refused while the last request is being wound up
+            if time.monotonic() > deadline:
+                raise TimeoutError("the engine never became idle")
+            time.sleep(0.02)
+
     def run(self, prompts: list[list[int]], concurrency: int, tokens: int) -> tuple[float, list[dict[str, Any]]]:
         """Seconds for all prompts with ``concurrency`` of them in flight, and every request's meta_info."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": not self._texts}
@@ -101,6 +112,7 @@ def measure(requests: Requests, switch: sweep_probe.Switch, job: dict[str, Any],
     """One cell: warm-up, timed batch, slope, and the split in a pass of its own."""
     count, long, short = job["prompts_for"][str(concurrency)], job["output_tokens"], job["short_tokens"]
     requests.run(requests.prompts(concurrency), concurrency, short)
+    requests.rewind()
     seconds, metas = requests.run(requests.prompts(count), concurrency, long)
     cell: dict[str, Any] = {
         "prompts": count, "seconds": seconds, "output_tokens_per_s": tokens_of(metas) / seconds,

@@ -53,6 +53,7 @@ def arguments(argv: Optional[list[str]] = None, description: Optional[str] = Non
     add("--head-peagle", type=Path, help="a real P-EAGLE head")
     add("--head-eagle3", type=Path, help="a real EAGLE-3 head")
     add("--prompts", type=Path, help="JSON list or JSONL of texts, or objects with prompt / question / turns")
+    add("--prompts-per-cell", type=int, default=40, help="real prompts of a timed batch, at least (all if there are fewer)")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--gpu", help="index of the GPU (CUDA_VISIBLE_DEVICES)")
     add("--start", default="auto", choices=("auto", "fork", "spawn"), help="how engine processes start")
