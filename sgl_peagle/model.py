@@ -86,6 +86,18 @@ class PEagleAttention(LlamaAttention):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
 
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        rows: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        """As the parent's, [R, D] -> [R, D]; with ``rows`` [N] only the output of those rows, [N, D]."""
+        q, k, v = self.forward_prepare_native(positions, hidden_states)
+        output = self.attn(q, k, v, forward_batch)
+        return self.o_proj(output if rows is None else output[rows])[0]
+
     def forward_prepare_native(
         self, positions: torch.Tensor, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -124,15 +136,21 @@ class PEagleLayer(nn.Module):
         hidden: torch.Tensor,
         residual: Optional[torch.Tensor],
         forward_batch: ForwardBatch,
+        rows: Optional[torch.Tensor] = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [R], embeds / hidden / residual [R, D] -> (hidden, residual), both [R, D]."""
+        """positions [R], embeds / hidden / residual [R, D] -> (hidden, residual), both [R, D].
+
+        With ``rows`` [N] the results are those rows only, [N, D]: behind the last layer's attention nothing but the
+        sampled rows is used, which are at most half of a window and few of a prompt.
+        """
         if self.is_first:
             normed = self.hidden_norm(hidden)
             residual = normed if self.norm_before_residual else hidden
             hidden = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         else:
             hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden, forward_batch)
+        hidden = self.self_attn(positions, hidden, forward_batch, rows)
+        residual = residual if rows is None else residual[rows]
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -255,10 +273,11 @@ class PEagleLlamaForCausalLM(nn.Module):
         projected = self.model.project(spec_info.hidden_states)
         hidden = window_hidden(projected, spec_info.hidden_rows, self.shared_hidden)
         residual: Optional[torch.Tensor] = None
-        for layer in self.model.layers:
+        *layers, last = self.model.layers
+        for layer in layers:
             hidden, residual = layer(positions, embeds, hidden, residual, forward_batch)
-        rows = spec_info.select_index
-        hidden, _residual = self.model.norm(hidden[rows], residual[rows])
+        hidden, residual = last(positions, embeds, hidden, residual, forward_batch, spec_info.select_index)
+        hidden, _residual = self.model.norm(hidden, residual)
         metadata = LogitsMetadata.from_forward_batch(forward_batch)
         metadata.draft_extend_select_index = None  # the rows are chosen already, before the final norm
         metadata.next_token_logits_buffer = spec_info.logits_buffer  # SGLang's own has one row a request

@@ -121,7 +121,7 @@ def test_sampled_output_has_the_targets_distribution(k: int) -> None:
         return right, draw(engine)
 
     right, wrong = with_engine(
-        use, timeout=400, env={"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"},
+        use, timeout=400, env={"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee"},
         **peagle(k, device="cuda", dtype="float32", attention_backend="triton", mem_fraction_static=0.9,
                  max_total_tokens=65536, max_running_requests=512, disable_cuda_graph=False, random_seed=1234,
                  disable_prefill_cuda_graph=True, cuda_graph_bs_decode=[64, 256, 512]),
