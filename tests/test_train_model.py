@@ -257,3 +257,25 @@ def test_eagle3_loss_weights(target: Target) -> None:
     total.backward()
     assert difference(found, gradients(head)) < 1e-4
     assert partition.LossSettings(target.lm_head).kind == "kl"
+
+
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_bfloat16_products(folder: Path, target: Target, method: str) -> None:
+    """The GPU's arithmetic, on a CPU: bfloat16 target and products, float32 weights and gradients near those of float32."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Target(str(folder), torch.device("cpu"), dtype)
+        ar = method == "eagle3"
+        options = {"mask": None, "embedding": "frozen"} if ar else {"mask": MASK}
+        head = make_head(target, 1, dtype=dtype, **options)
+        head.register_buffer("target_embedding", model.embedding, persistent=False)
+        batch = batch_of(documents(3, 40), Cod(1) if ar else Cod(5, 0.8, 0.2))
+        states = model.read(batch.tokens)
+        if ar:
+            eagle3.loss_and_backward(head, batch, states, planner, loss_settings(model), 3)
+        else:
+            loss_and_backward(head, batch, states, planner, loss_settings(model), 2, "cached")
+        found.append(gradients(head))
+    assert all(value.dtype == torch.float32 for value in found[1].values())
+    whole = [torch.cat([value.flatten() for value in grads.values()]) for grads in found]
+    assert float(torch.nn.functional.cosine_similarity(*whole, dim=0)) > 0.98
