@@ -139,3 +139,7 @@ def convert(
         f"{done} {destination}: {plan.head.format.title} -> {plan.to.title}, {len(plan.outputs)} tensors, "
         f"{plan.size / 1e6:.1f} MB"
     )
+
+
+if __name__ == "__main__":
+    main()

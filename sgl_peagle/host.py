@@ -154,7 +154,7 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = tuple(
         HostSymbol("models.llama", "LlamaAttention.__init__",
                    ("config", "hidden_size", "num_heads", "num_kv_heads", "layer_id", "rope_theta", "rope_scaling",
                     "max_position_embeddings", "quant_config", "prefix", "bias")),
-        HostSymbol("models.llama", "LlamaAttention.forward", ("positions", "hidden_states", "forward_batch")),
+        HostSymbol("models.llama", "LlamaAttention.forward_prepare_native", ("positions", "hidden_states")),
         HostSymbol("models.llama", "LlamaMLP.__init__",
                    ("hidden_size", "intermediate_size", "hidden_act", "quant_config", "prefix")),
         HostSymbol("models.registry", "_ModelRegistry.resolve_model_cls", ("architectures",)),
