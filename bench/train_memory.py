@@ -29,6 +29,7 @@ from torch import Tensor  # noqa: E402
 
 from sgl_peagle.train.attention import BLOCK, Flex, Planner, sdpa_plan  # noqa: E402
 from sgl_peagle.train.batches import Batch, Document, training_batch  # noqa: E402
+from sgl_peagle.train.device import prepare  # noqa: E402
 from sgl_peagle.train.model import Head, Shape  # noqa: E402
 from sgl_peagle.train.partition import LossSettings, loss_and_backward, owners, segments_of  # noqa: E402
 from sgl_peagle.train.rows import Cod  # noqa: E402
@@ -186,6 +187,7 @@ def main() -> None:
     begin = time.perf_counter()
     on_gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    prepare(device)
     sizes, lengths = (TOY, (64, 128)) if options.toy else (SMOLLM2, (8192, 2048))
     variants: list[tuple[str, str, Planner]] = [("sdpa", "recompute", sdpa_plan), ("sdpa", "cached", sdpa_plan)]
     if on_gpu:

@@ -1,7 +1,8 @@
 """PEAGLE on a CUDA GPU: ``pytest -m gpu tests`` (``-n 4`` with pytest-xdist; every engine start costs a minute).
 
 float32 runs on SGLang's torch reference ops (``SGLANG_FORCE_FUSED_OP_BACKEND=torch``: its CUDA RMSNorm has no float32)
-with triton attention, TF32 off in both (``TRITON_F32_DEFAULT=ieee``; torch's own default is off), so that output and drafts can be compared exactly. bfloat16 runs on the kernels of serving.
+with triton attention, TF32 off in both (``TRITON_F32_DEFAULT=ieee``; torch's own default is off), so that output and
+drafts can be compared exactly. bfloat16 runs on the kernels of serving.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ pytestmark = [
 ]
 
 GRAPHS = [1, 2, 4, 8]
-FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee"}
+FLOAT32 = {
+    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
+    "TRITON_F32_DEFAULT": "ieee",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "float32_experts"), os.environ.get("PYTHONPATH", "")]),
+}
 COMMON: dict[str, Any] = {
     "device": "cuda", "mem_fraction_static": 0.9, "max_total_tokens": 16384, "max_running_requests": 12,
     "disable_cuda_graph": False, "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": GRAPHS,

@@ -357,7 +357,7 @@ def test_second_turns_and_loops(tmp_path: Path, files: dict[str, Path], monkeypa
     answer, user = [*encode("1 2 3"), eos], [*encode("Where is Anna now?"), min(run.chat.user_ends)]
     document, requests = play([answer, user, answer])
     assert document.events == ["second turn"] and len(document.spans) == 2 and document.ended
-    assert requests[1].temperature == 1.0 and requests[1].stop_ids == run.chat.user_ends
+    assert requests[1].temperature == 0.9 and requests[1].stop_ids == run.chat.user_ends
     assert document.ids[document.spans[1][0] :] == answer and sum(document.marks()) == 2 * len(answer)
     document, _ = play([answer, [*encode(PLANTED), min(run.chat.user_ends)]])
     assert document.events == ["second turn refused"] and len(document.spans) == 1
@@ -398,3 +398,15 @@ def test_both_backends_give_the_same_greedy_answers(tmp_path: Path, files: dict[
 
     both = greedy(tmp_path / "hf") & greedy(tmp_path / "sglang")
     assert len(both) >= 4
+
+
+def test_join_keeps_every_document_and_mixes_them() -> None:
+    first = Corpus.of([([1, 2, 3], [False, True, True]), ([4], [True])], {"name": "a"})
+    second = Corpus.of([([5, 6], [False, True])], {"name": "b"})
+    orders = set()
+    for seed in range(8):
+        joined = Corpus.join([first, second], seed)
+        documents = [(tokens.tolist(), marks.tolist()) for tokens, marks in joined]
+        assert sorted(documents) == [([1, 2, 3], [False, True, True]), ([4], [True]), ([5, 6], [False, True])]
+        orders.add(str(documents))
+    assert len(orders) > 1 and [part["name"] for part in joined.manifest["joined"]] == ["a", "b"]

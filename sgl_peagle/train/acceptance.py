@@ -22,6 +22,7 @@ from torch import Tensor
 from sgl_peagle.aux_layers import capture_points
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.train.corpus import Corpus
+from sgl_peagle.train.device import prepare
 from sgl_peagle.train.draft_head import DraftHead, load
 
 #: Upper ends of the context-length classes, in tokens committed when a round begins.
@@ -172,6 +173,7 @@ class Evaluator:
         from transformers import AutoModelForCausalLM
 
         self._device = torch.device(device)
+        prepare(self._device)
         kind = dtype or (torch.bfloat16 if self._device.type == "cuda" else torch.float32)
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=kind).to(self._device).eval()
         embedding = self._model.get_input_embeddings().weight.detach()

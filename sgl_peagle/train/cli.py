@@ -15,6 +15,7 @@ from sgl_peagle.errors import PEagleError
 COMMANDS = {
     "run": "sgl_peagle.train.cli:run",
     "data": "sgl_peagle.train.data_cli:data",
+    "join": "sgl_peagle.train.data_cli:join",
     "evaluate": "sgl_peagle.train.data_cli:evaluate",
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 from safetensors import SafetensorError
@@ -84,6 +84,21 @@ class Corpus:
                 "make it again with `sgl-peagle train data`",
             )
         return cls(tokens, assistant, offsets, manifest)
+
+    @classmethod
+    def join(cls, corpora: Sequence["Corpus"], seed: int) -> "Corpus":
+        """All documents of ``corpora``, in an order drawn from ``seed``; the manifest keeps theirs."""
+        tokens = torch.cat([c.tokens for c in corpora])
+        assistant = torch.cat([c.assistant for c in corpora])
+        lengths = torch.cat([c.offsets.diff() for c in corpora])
+        begins = lengths.cumsum(0) - lengths
+        order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
+        lengths, begins = lengths[order], begins[order]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        within = torch.arange(len(tokens)) - offsets[:-1].repeat_interleave(lengths)
+        index = begins.repeat_interleave(lengths) + within
+        manifest = {"joined": [c.manifest for c in corpora], "seed": seed, "documents": len(lengths)}
+        return cls(tokens[index], assistant[index], offsets, manifest)
 
     def write(self, folder: Path) -> None:
         """Write the folder, whole or not at all.

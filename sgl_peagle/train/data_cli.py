@@ -46,6 +46,7 @@ def _arguments(entries: tuple[str, ...]) -> dict[str, Any]:
     "--held-out", type=_FILE, multiple=True,
     help="JSONL with evaluation prompts (repeatable): answered for evaluation, kept out of training.",
 )  # fmt: skip
+@click.option("--skip-evaluation", is_flag=True, help="Do not answer the evaluation prompts, only keep them out.")
 @click.option(
     "--long-code", type=click.IntRange(min=0), default=16, show_default=True,
     help="Evaluation prompts per context length.",
@@ -80,6 +81,7 @@ def data(
     code: int,
     long_: int,
     held_out: tuple[Path, ...],
+    skip_evaluation: bool,
     long_code: int,
     gsm8k_test: int,
     backend: str,
@@ -92,7 +94,8 @@ def data(
 ) -> None:
     """Make token files for training and evaluation: prompts, and the target's own answers to them.
 
-    Interrupted runs go on where they stopped when the command is given again.
+    Interrupted runs go on where they stopped when the command is given again. A small target leaves a GPU idle between
+    its steps: several runs with their own --seed, sources and --out share one, and `train join` joins their corpora.
     """
     begun = time.monotonic()
     from sgl_peagle.train.regenerate import Run, Settings, file_hash, target_hash
@@ -107,7 +110,10 @@ def data(
             target_hash(target), files, backend, seed, synthetic, tune, code, long_, long_code, gsm8k_test,
             max_new_tokens, mask_token_id, shard,
         )  # fmt: skip
-        Run(out, target, settings, sources, minutes=minutes, begun=begun, engine=_arguments(engine)).everything()
+        Run(
+            out, target, settings, sources, minutes=minutes, begun=begun, engine=_arguments(engine),
+            evaluate=not skip_evaluation,
+        ).everything()  # fmt: skip
     except PEagleError as error:
         raise click.ClickException(str(error)) from error
 
@@ -174,3 +180,19 @@ main.add_command(evaluate)
 
 if __name__ == "__main__":
     main()
+
+
+@click.command()
+@click.argument("corpora", nargs=-1, required=True, type=_FOLDER)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the order in which the documents are mixed.")
+def join(corpora: tuple[Path, ...], out: Path, seed: int) -> None:
+    """Join CORPORA (folders of token files) into one, its documents mixed."""
+    from sgl_peagle.train.corpus import Corpus
+
+    try:
+        joined = Corpus.join([Corpus.open(folder) for folder in corpora], seed)
+        joined.write(out)
+    except PEagleError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{out}: {len(joined)} documents, {int(joined.assistant.sum())} assistant tokens")

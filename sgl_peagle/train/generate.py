@@ -28,7 +28,6 @@ class Request:
     max_new: int
     stop_ids: frozenset[int]
     temperature: float = 0.0
-    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class SglangTarget:
 
     async def _reply(self, request: Request) -> Reply:
         sampling = {
-            "temperature": request.temperature, "top_p": request.top_p, "max_new_tokens": request.max_new,
+            "temperature": request.temperature, "max_new_tokens": request.max_new,
             "stop_token_ids": sorted(request.stop_ids),
         }  # fmt: skip
         output = await self._engine.async_generate(input_ids=list(request.ids), sampling_params=sampling)
@@ -225,7 +224,7 @@ class TransformersTarget:
 
         def settings(i: int) -> tuple[Any, ...]:
             r = requests[i]
-            return r.temperature, r.top_p, r.max_new, tuple(sorted(r.stop_ids))
+            return r.temperature, r.max_new, tuple(sorted(r.stop_ids))
 
         order = sorted(range(len(requests)), key=lambda i: (settings(i), len(requests[i].ids), i))
         replies: dict[int, Reply] = {}
@@ -246,7 +245,7 @@ class TransformersTarget:
         seen = torch.tensor([[0] * (width - len(r.ids)) + [1] * len(r.ids) for r in batch], device=self._device)
         sampling: dict[str, Any] = {"do_sample": False}
         if first.temperature > 0:
-            sampling = {"do_sample": True, "temperature": first.temperature, "top_p": first.top_p, "top_k": 0}
+            sampling = {"do_sample": True, "temperature": first.temperature, "top_k": 0}
         # Made-up prompts all begin alike, so the ids alone would give batch after batch the same draws.
         torch.manual_seed(zlib.crc32(repr([self._seed, name, [r.ids for r in batch]]).encode()))
         with torch.no_grad():

@@ -96,11 +96,13 @@ class Run:
     def __init__(
         self, out: Path, target: Path, settings: Settings, sources: synthesis.Sources, *,
         minutes: Optional[float] = None, begun: Optional[float] = None, engine: Optional[dict[str, Any]] = None,
+        evaluate: bool = True,
     ) -> None:  # fmt: skip
         self.out, self.target_folder, self.settings, self.sources = out, target, settings, sources
         self._begun = time.monotonic() if begun is None else begun
         self._deadline = None if minutes is None else self._begun + 60 * minutes
         self._engine = engine or {}
+        self._evaluate_too = evaluate
         self._target: Optional[Target] = None
         _claim(out, settings)
         self.chat = ChatFormat.of(target)
@@ -117,7 +119,8 @@ class Run:
         try:
             train, tune = self.prompts()
             held_out = HeldOut(turn for p in [*self.sources.held_out_prompts, *tune] for turn in p.turns)
-            self.evaluation(tune)
+            if self._evaluate_too:
+                self.evaluation(tune)
             self.responses(train, held_out)
         finally:
             if self._target is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgl_peagle.aux_layers import capture_points
 from sgl_peagle.errors import PEagleError
+from sgl_peagle.train.device import prepare
 
 
 class States(NamedTuple):
@@ -43,6 +44,7 @@ class Target:
     ) -> None:
         from transformers import AutoModelForCausalLM
 
+        prepare(device)
         try:
             model = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype)
         except (OSError, ValueError) as error:
