@@ -67,6 +67,7 @@ def train() -> None:
 @click.option("--loss", type=click.Choice(["kl", "ce"]), default="kl", show_default=True)
 @click.option("--lr", type=float, default=8e-4, show_default=True)
 @click.option("--embedding-lr", type=float, default=1.5e-4, show_default=True)
+@click.option("--clip", type=float, default=1.0, show_default=True, help="Largest norm of the gradient.")
 @click.option("--weight-decay", type=float, default=0.0, show_default=True, help="Of matrices; norms, MASK and embedding never decay.")
 @click.option("--noise", type=float, default=0.0, show_default=True,
               help="Uniform noise on the hidden states that are fed, +- so many times each channel's scale.")
@@ -97,7 +98,7 @@ def train() -> None:
 def run(
     target: str, target_name: Optional[str], corpus: Path, out: Path, resume: bool, method: str, layers: Optional[int],
     depths: Optional[int], cod_rate: float, cod_floor: float, reference_weight: bool, mask_token_id: Optional[int],
-    aux_layers: tuple[int, ...], embedding: str, loss: str, lr: float, embedding_lr: float, weight_decay: float,
+    aux_layers: tuple[int, ...], embedding: str, loss: str, lr: float, embedding_lr: float, clip: float, weight_decay: float,
     noise: float, ema: float, minutes: Optional[float],
     steps: Optional[int], epochs: Optional[float], tokens_per_step: int, max_length: int, holdout: int, seed: int,
     segments: int, partition: str, attention: str, chunk: int, compile_loss: bool, device: str, log_every: int, checkpoint_every: int,
@@ -117,7 +118,7 @@ def run(
             target=target, corpus=str(corpus), method=method, layers=layers or (1 if ar else 2),
             depths=depths or (7 if ar else 8), cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
             embedding="frozen" if ar else embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
-            loss=loss, lr=lr, embedding_lr=embedding_lr, weight_decay=weight_decay, noise=noise, ema=ema, minutes=minutes, steps=steps, epochs=epochs,
+            loss=loss, lr=lr, embedding_lr=embedding_lr, clip=clip, weight_decay=weight_decay, noise=noise, ema=ema, minutes=minutes, steps=steps, epochs=epochs,
             tokens_per_step=tokens_per_step, max_length=max_length, holdout=holdout, seed=seed, segments=segments, partition=partition,
             attention=attention, chunk=chunk, compile_loss=compile_loss, device=device, log_every=log_every,
             checkpoint_every=checkpoint_every, eval_every=eval_every, select=select, served=served_k,
