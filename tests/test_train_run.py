@@ -30,8 +30,8 @@ from sgl_peagle.train.corpus import Corpus
 from sgl_peagle.train.holdout import accepted, evaluate, peagle_drafts, walk
 from sgl_peagle.train.loop import LOG, Trainer
 from sgl_peagle.train.rows import Cod
-from sgl_peagle.train.settings import Settings
-from train_cases import MASK, VOCAB, corpus, documents, load_target, make_head, place_of, quiet, run, settings_of
+from train_cases import MASK, VOCAB, corpus, documents, load_target, make_head
+from train_cases import place_of, quiet, run, settings_of
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,8 @@ def test_learns_through_the_command(place: Path, tmp_path: Path, method: str) ->
     arguments += [str(tmp_path / "out"), "--method", method, "--steps", "30", "--tokens-per-step", "200", "--holdout", "2"]
     arguments += ["--depths", "3", "--lr", "3e-3", "--log-every", "5", "--max-length", "64", "--device", "cpu"]
     arguments += ["--mask-token-id", str(MASK), "--to", "peagle", "--to", "vllm", "--to", "speculators"] * (method == "peagle")
+    arguments += ["--ema", "0.5", "--noise", "0.01", "--weight-decay", "0.01", "--select", "best", "--served-k", "2"]
+    arguments += ["--eval-every", "10", "--clip", "0.9"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in (tmp_path / "out" / LOG).read_text().splitlines()]
@@ -117,6 +119,7 @@ def test_learns_through_the_command(place: Path, tmp_path: Path, method: str) ->
     record = config["training"]
     assert record["num_depths"] == 3 and record["seed"] == 0 and record["aux_layer_ids"] == [2, 3, 4]
     assert record["corpus_sha256"] == Corpus.open(place / "corpus").sha256
+    assert record["exported_step"] in (10, 20, 30) and record["holdout"]["k"] == 2 and record["clip"] == 0.9
     assert str(place) not in json.dumps(config)
     if method == "eagle3":
         tensors = load_file(tmp_path / "out" / "head" / "model.safetensors")

@@ -108,7 +108,8 @@ def test_choice_of_the_exported_step(place: Path, tmp_path: Path, monkeypatch: p
 
     def walks(head: object, *_: object, **__: object) -> dict[str, object]:
         kept[trainer.step] = trainer.head.fc.weight.detach() / trainer.head.aux_scale
-        return {"walk": [1.0, 2.0 if trainer.step == 4 else 1.5, 9.0 - trainer.step, 1.0], "all_anchors": [1.0] * 4, "accuracy": []}
+        walk = [1.0, 2.0 if trainer.step == 4 else 1.5, 9.0 - trainer.step, 1.0]
+        return {"walk": walk, "all_anchors": [1.0] * 4, "accuracy": []}
 
     monkeypatch.setattr("sgl_peagle.train.loop.evaluate", walks)
     trainer.run()
