@@ -24,12 +24,11 @@ from sgl_peagle.errors import PEagleError
 
 def start_engine(**options: Any) -> Any:
     """``sglang.Engine`` whose scheduler runs :func:`run_scheduler`."""
-    import sglang
-
     # Requests that are not streamed would still be reported every 50 tokens.
     os.environ.setdefault("SGLANG_FORCE_STREAM_INTERVAL", "1000000")
+    from sglang.srt.entrypoints.engine import Engine
 
-    class OfflineEngine(sglang.Engine):  # type: ignore[misc]
+    class OfflineEngine(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(run_scheduler)
 
     return OfflineEngine(**options)
