@@ -190,6 +190,8 @@ class Workers:
                 self._lose(hand, again, bar)
                 continue
             if message[0] == "ready":
+                if not any(other.ready for other in self._hands):
+                    bar.reset()  # its clock
                 hand.ready = True
                 self._note(f"worker {hand.number} is ready ({message[1]})")
             elif message[0] == "more":

@@ -21,8 +21,8 @@ from sgl_peagle.errors import PEagleError
 GRAPH_BATCHES = [8, 32, 64, 128, 256, 512, 768, 1024]
 #: Requests in one batch. A step costs a fixed 2 to 4 ms besides what each request adds, so larger batches gain little.
 RUNNING = 1024
-#: New requests wait until so many places are free: their prefill costs about as much as a step of all the others.
-ADMITTED_TOGETHER = 96
+#: New requests wait until this part of the places is free: their prefill costs about as much as a step of all others.
+ADMITTED_TOGETHER = 1 / 10
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def start(
     return SglangTarget(target, 1000 * seed + worker, context, share, engine)
 
 
-def _cache_tokens(target: Path, share: Share) -> int:
+def _cache_tokens(target: Path, share: Share, running: int) -> int:
     """Tokens of KV cache for one of several targets on a GPU: enough for its requests, or its part of the memory."""
     config = json.loads((target / "config.json").read_text())
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -123,7 +123,7 @@ def _cache_tokens(target: Path, share: Share) -> int:
     weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     # Besides weights and cache: graphs, logits and the CUDA context, some GB.
     room = (share.memory or 40 * 2**30) * 0.85 / share.of - 1.1 * weights - 4 * 2**30
-    tokens = min(RUNNING * 1280, int(room) // each)
+    tokens = min(running * 1280, int(room) // each)
     if tokens < 16384:
         raise PEagleError(
             f"{share.of} workers do not fit on one GPU: {max(tokens, 0)} tokens of KV cache would be left for each",
@@ -152,17 +152,20 @@ class SglangTarget:
             "skip_server_warmup": True, "log_level": "warning", "sampling_backend": "pytorch", "stream_interval": 64,
         }  # fmt: skip
         if torch.cuda.is_available():
+            running = int(overrides.get("max_running_requests", RUNNING))
+            graphs = [size for size in GRAPH_BATCHES if size < running] + [running]
             # No radix cache: prompts share only the system turn, and its bookkeeping is CPU time of the scheduler.
             options |= {
-                "device": "cuda", "dtype": "bfloat16", "mem_fraction_static": 0.8, "max_running_requests": RUNNING,
-                "cuda_graph_bs_decode": GRAPH_BATCHES, "cuda_graph_max_bs_decode": GRAPH_BATCHES[-1],
+                "device": "cuda", "dtype": "bfloat16", "mem_fraction_static": 0.8, "max_running_requests": running,
+                "cuda_graph_bs_decode": graphs, "cuda_graph_max_bs_decode": running,
                 "disable_prefill_cuda_graph": True, "disable_radix_cache": True, "schedule_policy": "fcfs",
-                "chunked_prefill_size": 16384, "min_free_slots_delay": ADMITTED_TOGETHER, "watchdog_timeout": 600,
+                "chunked_prefill_size": 16384, "min_free_slots_delay": max(1, int(running * ADMITTED_TOGETHER)),
+                "watchdog_timeout": 600,
             }  # fmt: skip
             if share.of > 1 and "mem_fraction_static" not in overrides and "max_total_tokens" not in overrides:
                 # The fraction is of what is free as an engine starts, while others take their parts: it only bounds,
                 # the number of tokens decides.
-                options |= {"mem_fraction_static": 0.92, "max_total_tokens": _cache_tokens(target, share)}
+                options |= {"mem_fraction_static": 0.92, "max_total_tokens": _cache_tokens(target, share, running)}
         else:
             options |= {
                 "device": "cpu", "dtype": "float32", "disable_cuda_graph": True, "max_running_requests": 16,

@@ -144,7 +144,8 @@ def _decoded(self: Any, batch: Any, result: Any) -> None:
             and not (stops and token in stops)
             and not (req.eos_token_ids and token in req.eos_token_ids)
             and req.to_finish is None
-            and 0 <= token < req.vocab_size
+            and token >= 0
+            and (req.vocab_size is None or token < req.vocab_size)
         ):
             continue
         req.update_finish_state(1)

@@ -77,6 +77,7 @@ class Run:
         self._begun = time.monotonic() if begun is None else begun
         self._deadline = None if minutes is None else self._begun + 60 * minutes
         self._evaluate_too = evaluate
+        self._answered: dict[int, list[Document]] = {}
         _claim(out, settings)
         self.chat = ChatFormat.of(target)
         self._context = context_length(target)
@@ -156,6 +157,7 @@ class Run:
             if name in names:
                 rows = (json.dumps(vars(document), separators=(",", ":")) for document in documents)
                 _write(self._shard_file(names[name]), "".join(row + "\n" for row in rows))
+                self._answered[names[name]] = documents
             elif evaluation is not None:
                 evaluation.finished(name, documents)
 
@@ -193,6 +195,12 @@ class Run:
     def _shard_file(self, index: int) -> Path:
         return self.out / "stages" / f"responses-{index:04d}.jsonl"
 
+    def _shard(self, index: int) -> list[Document]:
+        """A shard's documents, read only if an earlier run made them."""
+        if index not in self._answered:
+            self._answered[index] = [_document(line) for line in self._shard_file(index).read_text().splitlines()]
+        return self._answered[index]
+
     # -- corpus -------------------------------------------------------------------------------------------------------
 
     def corpus(self, train: list[Prompt]) -> Path:
@@ -202,8 +210,8 @@ class Run:
             self._note(f"{folder} is there already")
             return folder
         shards = self._shards(train)
-        files = [self._shard_file(i) for i in range(len(shards)) if self._shard_file(i).exists()]
-        documents = [_document(line) for file in files for line in file.read_text().splitlines()]
+        there = [i for i in range(len(shards)) if self._shard_file(i).exists()]
+        documents = [document for i in there for document in self._shard(i)]
         counts: Counter[str] = Counter(event for document in documents for event in document.events)
         good = [d for d in documents if d.spans]
         clean = [d for d in good if self.settings.mask_token_id not in d.ids]
@@ -211,7 +219,7 @@ class Run:
         counts["no answer left, dropped"] = len(documents) - len(good)
         stored = json.loads((self.out / "stages" / "prompts.json").read_text())
         manifest = self.manifest() | {
-            "shards": len(files), "shards_planned": len(shards), "documents": len(clean),
+            "shards": len(there), "shards_planned": len(shards), "documents": len(clean),
             "assistant_tokens": sum(e - b for d in clean for b, e in d.spans),
             "tokens": sum(len(d.ids) for d in clean),
             "ended_by_the_target": sum(d.ended for d in clean),
