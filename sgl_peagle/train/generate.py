@@ -172,11 +172,12 @@ class SglangTarget:
                 "max_total_tokens": 16384, "watchdog_timeout": 600,
             }  # fmt: skip
         options |= overrides
-        self._low_water = options["max_running_requests"]
+        # So many conversations are always there that a few wait in the scheduler while new prompts are tokenised here.
+        self._low_water = options["max_running_requests"] * 5 // 4
         self._engine = start_engine(**options)
 
     def converse(self, groups: Iterable[Optional[Group]], finished: Finished, progress: Progress) -> None:
-        """The next group starts when fewer conversations are left than the engine can run, so it never idles."""
+        """The next group starts while the engine has some requests more than it can run, so it never idles."""
         self._engine.loop.run_until_complete(self._converse(groups, finished, progress))
 
     async def _converse(self, groups: Iterable[Optional[Group]], finished: Finished, progress: Progress) -> None:

@@ -43,7 +43,6 @@ class Sources:
         sets = {file.stem: read_prompts(file) for file in held_out}
         self.held_out_prompts = [prompt for prompts in sets.values() for prompt in prompts]
         self.evaluation_sets = {n: p[:gsm8k_test] if n == "gsm8k_test" else p for n, p in sets.items()}
-
         self._long_code: dict[int, list[Prompt]] = {}
 
     def long_code(self, each: int, tokens: Callable[[list[str]], list[int]]) -> list[Prompt]:
