@@ -21,12 +21,18 @@ from typing import Any
 
 from sgl_peagle.errors import PEagleError
 
+#: Environment variable that, if not empty, leaves SGLang's scheduler as it is.
+STOCK = "SGL_PEAGLE_STOCK_ENGINE"
+
 
 def start_engine(**options: Any) -> Any:
-    """``sglang.Engine`` whose scheduler runs :func:`run_scheduler`."""
+    """``sglang.Engine`` whose scheduler runs :func:`run_scheduler`; SGLang's own if :data:`STOCK` is set."""
     # Requests that are not streamed would still be reported every 50 tokens.
     os.environ.setdefault("SGLANG_FORCE_STREAM_INTERVAL", "1000000")
     from sglang.srt.entrypoints.engine import Engine
+
+    if os.environ.get(STOCK):
+        return Engine(**options)
 
     class OfflineEngine(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(run_scheduler)
