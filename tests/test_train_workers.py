@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pair
 import pytest
-import torch
 from data_runs import files, make_run  # noqa: F401  (files is a fixture)
 
 from sgl_peagle.errors import PEagleError
@@ -114,54 +112,3 @@ def test_cache_of_workers_that_share_a_gpu(tmp_path: Path) -> None:
     assert RUNNING * 640 < _cache_tokens(tmp_path, Share(5, 140 * 2**30), RUNNING) < RUNNING * 1280
     with pytest.raises(PEagleError, match="do not fit"):
         _cache_tokens(tmp_path, Share(30, 140 * 2**30), RUNNING)
-
-
-# -- the engine's shortcuts -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(find_spec("sglang") is None, reason="imports the engine's module")
-def test_rows_are_sampled_by_their_own_settings() -> None:
-    from sgl_peagle.train.offline_engine import sample
-
-    torch.manual_seed(0)
-    rows, logits = 20000, torch.tensor([1.0, 3.0, 2.0, -5.0])
-    drawn = sample(logits.repeat(rows, 1), torch.full((rows, 1), 0.7), torch.full((rows,), 1 << 30))
-    share = torch.bincount(drawn.long(), minlength=4) / rows
-    torch.testing.assert_close(share, torch.softmax(logits / 0.7, 0), atol=0.015, rtol=0)
-    mixed = sample(logits.repeat(rows, 1), torch.ones(rows, 1), torch.tensor([1, 1 << 30]).repeat(rows // 2))
-    assert bool((mixed[::2] == 1).all()) and 0.2 < float((mixed[1::2] != 1).float().mean()) < 0.5
-
-
-@pytest.mark.skipif(find_spec("sglang") is None or torch.accelerator.is_available(), reason="needs SGLang on a CPU")
-def test_the_offline_engine_answers_as_sglangs_own() -> None:
-    """Greedy requests among sampled ones, of many lengths, with late admissions and a cache that is too small for all."""
-    import harness
-
-    def answers(offline: bool) -> list[tuple[list[int], str]]:
-        from sglang.srt.entrypoints.engine import Engine
-
-        from sgl_peagle.train.offline_engine import start_engine
-
-        options = harness.ENGINE_DEFAULTS | {
-            "model_path": str(pair.TARGET), "skip_tokenizer_init": True, "sampling_backend": "pytorch",
-            "max_running_requests": 16, "max_total_tokens": 640, "min_free_slots_delay": 4, "disable_radix_cache": True,
-        }  # fmt: skip
-        engine = (start_engine if offline else Engine)(**options)
-        try:
-            prompts = [[5 + (7 * i + j) % 90 for j in range(4 + i % 9)] for i in range(40)]
-            sampling = [
-                {"temperature": 0.7 * (i % 2), "max_new_tokens": 1 + (11 * i) % 60, "stop_token_ids": [2, 20 + i % 5]}
-                for i in range(40)
-            ]
-            outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
-        finally:
-            engine.shutdown()
-        return [(output["output_ids"], output["meta_info"]["finish_reason"]["type"]) for output in outputs]
-
-    mine, theirs = (harness.in_fork(lambda offline=offline: answers(offline)) for offline in (True, False))
-    assert mine[::2] == theirs[::2]
-    assert {reason for _, reason in mine} == {"stop", "length"}
-    for i, (ids, reason) in enumerate(mine):  # sampled ones end where they should, too
-        stops = {2, 20 + i % 5}
-        assert not stops & set(ids[:-1]) and (reason == "stop") == (ids[-1] in stops)
-        assert len(ids) <= 1 + (11 * i) % 60 and (reason == "stop" or len(ids) == 1 + (11 * i) % 60)

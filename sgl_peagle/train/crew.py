@@ -18,7 +18,7 @@ from sgl_peagle.train import worker
 if TYPE_CHECKING:
     from sgl_peagle.train.conversations import Job, Speaker
     from sgl_peagle.train.filters import HeldOut
-    from sgl_peagle.train.generate import Group, Target
+    from sgl_peagle.train.generate import Target
 
 #: A job that was under way in so many workers as they ended is not given to another.
 MOST_ATTEMPTS = 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 import zlib
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ class Group:
 Finished = Callable[[str, list[Any]], None]
 #: Called with a number of conversations that have just ended.
 Progress = Callable[[int], object]
+
+#: Temperature of greedy requests on a GPU. At exactly 0 SGLang sets top-k to 1, and one such request makes its sampler
+#: sort the whole vocabulary for all requests of the batch, which takes longer than a small model's step. At this
+#: temperature only tokens of exactly equal logits are drawn from, where greedy decoding takes the first.
+NEARLY_GREEDY = 1e-5
 
 
 class Target(Protocol):
@@ -136,8 +142,8 @@ def _cache_tokens(target: Path, share: Share, running: int) -> int:
 class SglangTarget:
     """SGLang's engine without a tokenizer. On a GPU in bfloat16 with CUDA graphs, on a CPU in float32.
 
-    Greedy answers are reproducible up to batch-dependent rounding (bfloat16), sampled ones are not: SGLang draws from
-    one generator for the whole batch.
+    Greedy answers are reproducible up to batch-dependent rounding and ties (bfloat16), sampled ones are not: SGLang
+    draws from one generator for the whole batch.
     """
 
     name = "sglang"
@@ -145,7 +151,9 @@ class SglangTarget:
     def __init__(self, target: Path, seed: int, context: int, share: Share, overrides: dict[str, Any]) -> None:
         import torch
 
-        from sgl_peagle.train.offline_engine import start_engine
+        # Requests that are not streamed would still be reported every 50 tokens.
+        os.environ.setdefault("SGLANG_FORCE_STREAM_INTERVAL", "1000000")
+        from sglang.srt.entrypoints.engine import Engine
 
         options: dict[str, Any] = {
             "model_path": str(target), "skip_tokenizer_init": True, "random_seed": seed, "context_length": context,
@@ -174,7 +182,8 @@ class SglangTarget:
         options |= overrides
         # So many conversations are always there that a few wait in the scheduler while new prompts are tokenised here.
         self._low_water = options["max_running_requests"] * 5 // 4
-        self._engine = start_engine(**options)
+        self._greedy = NEARLY_GREEDY if options["device"] == "cuda" else 0.0
+        self._engine = Engine(**options)
 
     def converse(self, groups: Iterable[Optional[Group]], finished: Finished, progress: Progress) -> None:
         """The next group starts while the engine has some requests more than it can run, so it never idles."""
@@ -217,7 +226,7 @@ class SglangTarget:
 
     async def _reply(self, request: Request) -> Reply:
         sampling = {
-            "temperature": request.temperature, "max_new_tokens": request.max_new,
+            "temperature": request.temperature or self._greedy, "max_new_tokens": request.max_new,
             "stop_token_ids": sorted(request.stop_ids),
         }  # fmt: skip
         output = await self._engine.async_generate(input_ids=list(request.ids), sampling_params=sampling)
