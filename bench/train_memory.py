@@ -12,9 +12,7 @@ the JSON file. Runs that do not fit into the time budget or the memory are recor
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +24,8 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
+
+from environment import environment  # noqa: E402
 
 from sgl_peagle.train.attention import BLOCK, Flex, Planner, sdpa_plan  # noqa: E402
 from sgl_peagle.train.batches import Batch, Document, training_batch  # noqa: E402
@@ -42,27 +42,6 @@ ROPE = {"rope_type": "default", "rope_theta": 100000.0}
 SMOLLM2 = dict(hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49152)
 TOY = dict(hidden_size=48, intermediate_size=64, num_heads=6, num_kv_heads=2, head_dim=8, vocab_size=211)
 MASK = 16
-
-
-def environment() -> dict[str, str]:
-    gpu, driver = "none", ""
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name(0)
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            driver = "unknown"
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = "none"
-    return {
-        "gpu": gpu, "driver": driver, "torch": torch.__version__, "triton": version,
-        "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
 
 
 def make_head(sizes: dict[str, int], layers: int, positions: int, device: torch.device, dtype: torch.dtype) -> Head:
