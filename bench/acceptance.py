@@ -13,17 +13,18 @@ end. Cells that the file already holds are skipped, so an interrupted run is con
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple, Optional, Sequence
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
+
+from environment import commit, environment  # noqa: E402
+
+from sgl_peagle.train.data_cli import key_values  # noqa: E402
 
 #: Classes of context length: the prompt and half of the answer, in tokens.
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
@@ -153,13 +154,7 @@ def engine_arguments(setup: Setup, options: argparse.Namespace, on_gpu: bool) ->
         }  # fmt: skip
     else:
         arguments |= {"max_total_tokens": 16384, "max_running_requests": min(options.concurrency, 8)}
-    for entry in options.engine:
-        key, _, value = entry.partition("=")
-        try:
-            arguments[key] = json.loads(value)
-        except ValueError:
-            arguments[key] = value
-    return arguments
+    return arguments | key_values(options.engine)
 
 
 def run_engine(
@@ -180,30 +175,6 @@ def run_engine(
             raise
         harness.START_METHOD = "spawn"  # its imports are paid again in each process
         return harness.with_engine(use, timeout=options.timeout, **arguments)
-
-
-def environment() -> dict[str, str]:
-    """What was measured on; asks nvidia-smi, since this process must not initialise CUDA."""
-
-    def ask(*command: str) -> str:
-        try:
-            return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, cwd=ROOT).strip()
-        except (OSError, subprocess.CalledProcessError):
-            return ""
-
-    def installed(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "none"
-
-    gpu = ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
-    name, _, driver = (gpu[0] if gpu else "none").partition(", ")
-    return {
-        "gpu": name, "driver": driver, "torch": installed("torch"), "triton": installed("triton"),
-        "sglang": installed("sglang"), "sgl_peagle": ask("git", "rev-parse", "--short", "HEAD") or installed("sgl-peagle"),
-        "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
 
 
 def table(report: dict[str, Any]) -> str:
@@ -280,7 +251,8 @@ def main() -> None:
     report: dict[str, Any] = {"cells": []}
     if options.out.exists():
         report = json.loads(options.out.read_text())
-    report = {"environment": environment(), "concurrency": options.concurrency, "max_new_tokens": options.max_new_tokens} | {
+    where = environment() | {"sgl_peagle": commit()}
+    report = {"environment": where, "concurrency": options.concurrency, "max_new_tokens": options.max_new_tokens} | {
         "failed": {}, **report
     }  # fmt: skip
 

@@ -114,7 +114,7 @@ def main() -> None:
 
     harness.START_METHOD = "spawn"  # a fork does not survive an initialised CUDA
     harness.import_sglang()
-    from gpu_look import environment
+    from environment import environment
 
     verdicts: dict[str, bool] = {}
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
 import torch  # noqa: E402
-from gpu_look import environment  # noqa: E402
+from environment import environment  # noqa: E402
 
 BS, K, WIDTH = 64, 7, 4096
 REPEATS, SAMPLES = 100, 15

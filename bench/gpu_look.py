@@ -13,7 +13,6 @@ Serves the tiny trained pair with several drafter backends, records every round,
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import tempfile
@@ -22,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
+
+from environment import environment  # noqa: E402
 
 NEW_TOKENS = 96
 K = 5
@@ -98,27 +99,6 @@ def judge(result: dict[str, Any], record: Path) -> dict[str, Any]:
         kind: {"rounds": len(rows), "agreement": [round(sum(c) / len(rows), 4) for c in zip(*rows)]}
         for kind, rows in table.items()
     }
-
-
-def environment() -> dict[str, str]:
-    import sglang
-    import torch
-    import triton
-
-    query = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-    driver = ""
-    try:
-        import subprocess
-
-        driver = subprocess.check_output(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
-        pass
-    return {
-        "gpu": query, "driver": driver, "sglang": sglang.__version__, "torch": torch.__version__,
-        "triton": triton.__version__, "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-def _arguments(entries: tuple[str, ...]) -> dict[str, Any]:
+def key_values(entries: tuple[str, ...]) -> dict[str, Any]:
     """KEY=VALUE entries as keyword arguments."""
     found: dict[str, Any] = {}
     for entry in entries:
@@ -107,7 +107,7 @@ def data(
     crew: Optional[Workers] = None
     if workers > 1 and (target / "config.json").is_file() and not (out / "train").exists():
         # Before anything else: a target takes about a minute to start.
-        crew = Workers(workers, backend, target, seed, _arguments(engine))
+        crew = Workers(workers, backend, target, seed, key_values(engine))
     from sgl_peagle.train.regenerate import Run, Settings, file_hash, target_hash
     from sgl_peagle.train.synthesis import Sources
 
@@ -121,7 +121,7 @@ def data(
             max_new_tokens, mask_token_id, shard,
         )  # fmt: skip
         Run(
-            out, target, settings, sources, minutes=minutes, begun=begun, engine=_arguments(engine),
+            out, target, settings, sources, minutes=minutes, begun=begun, engine=key_values(engine),
             evaluate=not skip_evaluation, crew=crew,
         ).everything()  # fmt: skip
     except PEagleError as error:

@@ -345,8 +345,5 @@ def target_hash(target: Path) -> str:
 
 def file_hash(file: Path) -> str:
     """SHA-256 of a file's content."""
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
