@@ -13,6 +13,7 @@ import sys
 from typing import Callable
 
 import torch
+import window_cases
 
 from sgl_peagle.kernels import expand, expand_triton, hidden, hidden_triton
 
@@ -96,7 +97,8 @@ def check_all(device: str, seeds: int, report: Callable[[str], None] = print) ->
         AssertionError: A kernel and its reference differ.
     """
     torch.manual_seed(0)
-    checks: dict[str, list[Callable[[], None]]] = {"expand_decode": [], "expand_prefill": [], "window_hidden": []}
+    names = ("expand_decode", "expand_prefill", "window_hidden", "window_attention")
+    checks: dict[str, list[Callable[[], None]]] = {name: [] for name in names}
     for seed in range(seeds):
         for bs, k in DECODE_SHAPES:
             checks["expand_decode"].append(lambda bs=bs, k=k, s=seed: check_decode(bs, k, device, s))
@@ -107,10 +109,12 @@ def check_all(device: str, seeds: int, report: Callable[[str], None] = print) ->
         for width in WIDTHS:
             for dtype in FLOAT_TYPES:
                 checks["window_hidden"].append(lambda w=width, d=dtype, s=seed: check_hidden(w, 23, d, device, s))
-    for name, cases in checks.items():
-        for case in cases:
-            case()
-        report(f"{name}: {len(cases)} random batches equal the reference")
+        for case in window_cases.cases(device):
+            checks["window_attention"].append(lambda c=case, s=seed: window_cases.check(c, device, s))
+    for name, calls in checks.items():
+        for call in calls:
+            call()
+        report(f"{name}: {len(calls)} random batches equal the reference")
     return sum(map(len, checks.values()))
 
 

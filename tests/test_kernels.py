@@ -24,7 +24,8 @@ def check_all(device: str, seeds: int, **variables: str) -> None:
         env=env, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert all(f"{name}: " in done.stdout for name in ("expand_decode", "expand_prefill", "window_hidden"))
+    names = ("expand_decode", "expand_prefill", "window_hidden", "window_attention")
+    assert all(f"{name}: " in done.stdout for name in names)
 
 
 def test_kernels_equal_the_references_under_the_interpreter() -> None:
@@ -37,7 +38,9 @@ def test_kernels_equal_the_references_on_the_gpu_without_synchronising() -> None
     check_all("cuda", 3)
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> str:
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, divisible: tuple[str, ...] = ()
+) -> str:
     """The kernel's PTX for compute capability 9.0; needs Triton's own compiler only, no GPU and no driver."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -49,7 +52,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
         fn=kernel,
         signature=signature,
         constexprs={(place(name),): value for name, value in constants.items()},
-        attrs={(place(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")},
+        attrs={(place(n),): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*" or n in divisible},
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
 

@@ -6,6 +6,9 @@ its splits a request uses follows from its prefix length on the device: program 
 begins behind the prefix. Split 0 starts with the window itself, where every row sees at least itself, and every
 other split that runs has at least one prefix token that all rows see; so no running maximum stays at -inf.
 
+float32 products are three TF32 ones each ("tf32x3", about float32's accuracy): one would be float16's, and real float32
+has no matrix instruction. Half precision ignores that option.
+
 A request that uses one split writes its output directly; only longer ones leave partial results (normalised, with
 their log-sum-exp in base 2) to the reduction.
 """
@@ -88,14 +91,14 @@ def _window_kernel(
             v + own[:, None] * v_row + kv_head * v_head + d[None, :],
             mask=in_window[:, None] & in_head[None, :], other=0.0,
         )  # fmt: skip
-        scores = _scores(tl.dot(queries, keys, input_precision="ieee"), scale, LOGIT_CAP)
+        scores = _scores(tl.dot(queries, keys, input_precision="tf32x3"), scale, LOGIT_CAP)
         visible = (w[None, :] <= window_row[:, None]) & in_window[None, :]
         scores = tl.where(visible, scores, float("-inf"))
         top = tl.max(scores, 1)
         weights = tl.exp2(scores - top[:, None])
         total = tl.sum(weights, 1)
         # The whole sum is scaled by v_scale at the end, which is the cache's alone.
-        acc = tl.dot(weights.to(dtype), values, input_precision="ieee") / v_scale
+        acc = tl.dot(weights.to(dtype), values, input_precision="tf32x3") / v_scale
 
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -105,7 +108,7 @@ def _window_kernel(
             k_cache + slot[None, :] * kc_slot + kv_head * kc_head + d[:, None],
             mask=inside[None, :] & in_head[:, None], other=0.0,
         ).to(dtype)  # fmt: skip
-        scores = _scores(tl.dot(queries, keys, input_precision="ieee"), scale * k_scale, LOGIT_CAP)
+        scores = _scores(tl.dot(queries, keys, input_precision="tf32x3"), scale * k_scale, LOGIT_CAP)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -115,7 +118,7 @@ def _window_kernel(
             v_cache + slot[:, None] * vc_slot + kv_head * vc_head + d[None, :],
             mask=inside[:, None] & in_head[None, :], other=0.0,
         ).to(dtype)  # fmt: skip
-        acc = tl.dot(weights.to(dtype), values, acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(dtype), values, acc * decay[:, None], input_precision="tf32x3")
         top = new_top
 
     result = acc * (v_scale / total)[:, None]
