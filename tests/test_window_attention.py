@@ -299,17 +299,19 @@ def test_the_kernels_compile_for_hopper(k: int, instruction: str) -> None:
     launch = plan_launch(8, 2 * k, 32, 8, 128, 2, 132)
     pointers = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "out"), "*bf16")
     pointers |= {"partial": "*fp32", "lse": "*fp32", "kv_indptr": "*i32", "kv_indices": "*i64"}
-    numbers = dict.fromkeys(("scale", "k_scale", "v_scale"), "fp32") | {"splits": "i32"}
+    numbers = dict.fromkeys(("scale", "k_scale", "v_scale"), "fp32") | {"splits": "i32", "min_chunk": "i32"}
     strides = {f"{name}_{part}": "i32" for name in ("q", "k", "v", "out") for part in ("row", "head")}
     strides |= dict.fromkeys(("kc_slot", "kc_head", "vc_slot", "vc_head"), "i32")
-    shape = {"WIDTH": 2 * k, "D": 128, "MIN_CHUNK": launch.min_chunk, "BLOCK_N": launch.block_n, "BLOCK_D": 128}
-    tile = {"KV_HEADS": 8, "GROUP": 4, "LOGIT_CAP": 0.0, "M_BLOCKS": 1, "BLOCK_M": launch.block_m, "BLOCK_W": 16}
+    shape = {"WIDTH": 2 * k, "D": 128, "BLOCK_D": 128}
+    tile = {"KV_HEADS": 8, "GROUP": 4, "LOGIT_CAP": 0.0, "M_BLOCKS": launch.m_blocks, "BLOCK_M": launch.block_m}
+    tile |= {"BLOCK_W": 16, "BLOCK_N": launch.block_n}
     ptx = compiled(
         module._window_kernel, pointers | numbers | strides, shape | tile, launch.num_warps, divisible=tuple(strides)
     )
     assert instruction in ptx and re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\] *, *\[[^]]*\] *, *0x10", ptx)
 
     types = {"partial": "*fp32", "lse": "*fp32", "kv_indptr": "*i32", "out": "*bf16"}
-    types |= dict.fromkeys(("splits", "out_row", "out_head"), "i32")
-    ptx = compiled(module._reduce_kernel, types, shape | {"HEADS": 32, "BLOCK_S": MAX_SPLITS}, 4, divisible=("out_row",))
+    types |= dict.fromkeys(("splits", "min_chunk", "block_n", "out_row", "out_head"), "i32")
+    constants = shape | {"HEADS": 32, "BLOCK_S": MAX_SPLITS}
+    ptx = compiled(module._reduce_kernel, types, constants, 4, divisible=("out_row", "out_head"))
     assert "ld.global.v4" in ptx

@@ -47,12 +47,13 @@ def cases(device: str) -> list[Case]:
         cache = FP8[i // 4 % 2] if i % 4 == 1 else None
         # A wide batch has one kv head, so that an interpreted case takes a second.
         bs, kv_heads = (i % 9 + 1, 1) if i % 3 else (i % 3 + 1, 3)
-        splits, cap = i * 3 % 8 + 1, 20.0 if i % 5 == 2 else 0.0
-        found.append(Case(bs, k, group, kv_heads, head_dim, dtype, splits, 1 + i // 3 % 3, cache, cap, fused=i % 2 == 0))
+        splits, steps, cap = i * 3 % 8 + 1, i // 3 % 3 + 1, 20.0 if i % 5 == 2 else 0.0
+        found.append(Case(bs, k, group, kv_heads, head_dim, dtype, splits, steps, cache, cap, fused=i % 2 == 0))
     found += [Case(2, 7, 4, 2, 128, low[0]), Case(1, 3, 4, 2, 96, low[0]), Case(2, 16, 4, 1, 128, low[1])]
     if device == "cuda":
         found += [Case(bs, k, 4, 8, 128, low[0]) for k in (3, 7) for bs in (1, 8, 64)]
-        found += [Case(8, 7, 4, 8, 128, low[0], cache=FP8[0]), Case(8, 5, 2, 4, 256, low[0]), Case(33, 5, 8, 8, 64, low[0])]
+        found += [Case(8, 7, 4, 8, 128, low[0], cache=FP8[0]), Case(8, 5, 2, 4, 256, low[0])]
+        found += [Case(33, 5, 8, 8, 64, low[0])]
     return found
 
 

@@ -39,19 +39,19 @@ def _scores(raw, scale, LOGIT_CAP: tl.constexpr):
 
 
 @triton.jit
-def _chunk_length(prefix, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+def _chunk_length(prefix, splits, min_chunk, block_n):
     """Prefix tokens per split; both kernels must agree on it."""
-    return tl.maximum(tl.cdiv(tl.cdiv(prefix, splits), BLOCK_N) * BLOCK_N, MIN_CHUNK)
+    return tl.maximum(tl.cdiv(tl.cdiv(prefix, splits), block_n) * block_n, min_chunk)
 
 
 # ``splits`` follows the batch size: specialised, a new batch size could compile another variant mid-traffic.
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "min_chunk"])
 def _window_kernel(
-    q, k, v, k_cache, v_cache, kv_indptr, kv_indices, out, partial, lse, scale, k_scale, v_scale, splits,
+    q, k, v, k_cache, v_cache, kv_indptr, kv_indices, out, partial, lse, scale, k_scale, v_scale,
+    splits, min_chunk,
     q_row, q_head, k_row, k_head, v_row, v_head, kc_slot, kc_head, vc_slot, vc_head, out_row, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, LOGIT_CAP: tl.constexpr,
-    M_BLOCKS: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    M_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     split = tl.program_id(1)
@@ -59,7 +59,7 @@ def _window_kernel(
     kv_head = program // M_BLOCKS % KV_HEADS
     first = tl.load(kv_indptr + request)
     prefix = tl.load(kv_indptr + request + 1) - first
-    chunk = _chunk_length(prefix, splits, MIN_CHUNK, BLOCK_N)
+    chunk = _chunk_length(prefix, splits, min_chunk, BLOCK_N)
     begin = split * chunk
     if (split > 0) & (begin >= prefix):
         return
@@ -131,17 +131,16 @@ def _window_kernel(
         tl.store(lse + place, top + tl.log2(total), mask=live)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "min_chunk", "block_n"])
 def _reduce_kernel(
-    partial, lse, kv_indptr, out, splits, out_row, out_head,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial, lse, kv_indptr, out, splits, min_chunk, block_n, out_row, out_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     request = row // WIDTH
     prefix = tl.load(kv_indptr + request + 1) - tl.load(kv_indptr + request)
-    chunk = _chunk_length(prefix, splits, MIN_CHUNK, BLOCK_N)
+    chunk = _chunk_length(prefix, splits, min_chunk, block_n)
     if prefix <= chunk:
         return  # written by its only split
     s = tl.arange(0, BLOCK_S)
@@ -197,18 +196,16 @@ def window_attention(
     block_d = triton.next_power_of_2(head_dim)
     _window_kernel[(requests * kv_heads * launch.m_blocks, splits)](
         q, k, v, k_buffer, v_buffer, kv_indptr, kv_indices, out, partial, lse,
-        scaling, k_scale, v_scale, splits,
+        scaling, k_scale, v_scale, splits, launch.min_chunk,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         k_buffer.stride(0), k_buffer.stride(1), v_buffer.stride(0), v_buffer.stride(1), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, WIDTH=width, D=head_dim, LOGIT_CAP=logit_cap,
-        M_BLOCKS=launch.m_blocks, MIN_CHUNK=launch.min_chunk,
-        BLOCK_M=launch.block_m, BLOCK_W=max(16, triton.next_power_of_2(width)), BLOCK_N=launch.block_n,
-        BLOCK_D=block_d, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        M_BLOCKS=launch.m_blocks, BLOCK_M=launch.block_m, BLOCK_W=max(16, triton.next_power_of_2(width)),
+        BLOCK_N=launch.block_n, BLOCK_D=block_d, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if splits > 1:
         _reduce_kernel[(rows, heads)](
-            partial, lse, kv_indptr, out, splits, out.stride(0), out.stride(1),
-            HEADS=heads, WIDTH=width, D=head_dim, MIN_CHUNK=launch.min_chunk,
-            BLOCK_N=launch.block_n, BLOCK_S=MAX_SPLITS, BLOCK_D=block_d, num_warps=4,
+            partial, lse, kv_indptr, out, splits, launch.min_chunk, launch.block_n, out.stride(0), out.stride(1),
+            HEADS=heads, WIDTH=width, D=head_dim, BLOCK_S=MAX_SPLITS, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
     return out
