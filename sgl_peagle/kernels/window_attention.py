@@ -19,8 +19,8 @@ import torch
 MAX_SPLITS = 32
 #: Programs per multiprocessor that a launch aims at: two are resident, so that one computes while the other loads.
 PROGRAMS_PER_SM = 2
-#: Rows of a program at most: one warp group's matrix instruction.
-MAX_BLOCK_M = 64
+#: Rows of a program at most: one warp group's matrix instruction, or what float32 products leave registers for.
+MAX_BLOCK_M, MAX_BLOCK_M_FLOAT32 = 64, 32
 #: Cache types a drafter may have besides its own.
 FP8_CACHES = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,7 +61,8 @@ def plan_launch(
         multiprocessors: Of the GPU.
     """
     rows = width * (heads // kv_heads)
-    block_m = min(MAX_BLOCK_M, max(16, _power_of_two(rows)))
+    half = itemsize <= 2
+    block_m = min(MAX_BLOCK_M if half else MAX_BLOCK_M_FLOAT32, max(16, _power_of_two(rows)))
     m_blocks = -(-rows // block_m)
     block_n = _block_n(head_dim, itemsize)
     programs = requests * kv_heads * m_blocks
@@ -73,7 +74,7 @@ def plan_launch(
         block_n=block_n,
         min_chunk=block_n,
         num_warps=4,
-        num_stages=2,
+        num_stages=3 if half else 2,  # the third loads slot numbers ahead of the K and V that they name
     )
 
 
