@@ -209,7 +209,8 @@ def sweep(cell: Cell, deadline: float) -> dict[str, Any]:
     tiles = {short(launch): us for launch, us in times.items()}
     measure(split_launches(min(times, key=times.__getitem__, default=plan)))
     ranked = sorted(times.items(), key=lambda item: item[1])
-    return {"sweep": {short(launch): us for launch, us in ranked}, "tiles": tiles, "left_out": left_out, "failed": failed}
+    best_first = {short(launch): us for launch, us in ranked}
+    return {"sweep": best_first, "tiles": tiles, "left_out": left_out, "failed": failed}
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -250,7 +251,8 @@ def main() -> None:
     # Short prefixes first: they are what the drafter mostly sees, and every tile is compiled there.
     for cell, result in zip(CELLS, cells):
         result.update(sweep(cell, start + options.budget_seconds))
-        print(f"{cell.name}: {json.dumps(result['sweep'])}", f"left out {result['left_out']}, {result['failed']}", flush=True)
+        print(f"{cell.name}: {json.dumps(result['sweep'])}", flush=True)
+        print(f"  left out: {result['left_out']}, failed: {result['failed']}", flush=True)
     print(table(cells), tile_table(cells), sep="\n\n", flush=True)
 
     wrong = [c["cell"] for c in cells if c["error"] > TOLERANCE]

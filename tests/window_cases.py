@@ -98,3 +98,35 @@ def check(case: Case, device: str, seed: int) -> None:
     tolerance = TOLERANCE[case.dtype]
     error = ((have.float() - want.float()).abs() / (1 + want.float().abs())).max().item()
     assert error <= tolerance, f"{name}, prefixes {lengths}: {error} > {tolerance}"
+
+
+def check_replays(seeds: int) -> None:
+    """On a GPU: one captured launch per batch size serves all prefix lengths that its buffers get afterwards."""
+    width, heads, kv_heads, dim, dtype = 14, 32, 8, 128, torch.bfloat16
+    for bs in (1, 8, 64):
+        q, k, v = (torch.randn(bs * width, n, dim, device="cuda", dtype=dtype) for n in (heads, kv_heads, kv_heads))
+        buffers = [torch.randn(SLOTS, kv_heads, dim, device="cuda", dtype=dtype) for _ in "kv"]
+        indptr = torch.arange(bs + 1, device="cuda", dtype=torch.int32)
+        indices = torch.zeros(bs * LONGEST * 4, device="cuda", dtype=torch.int64)
+        out = torch.empty_like(q)
+        arguments, options = (q, k, v, *buffers, indptr, indices), {"width": width, "scaling": dim**-0.5}
+
+        def launch() -> None:
+            window_attention.window_attention(*arguments, out, **options)
+
+        launch()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        for seed in range(seeds):
+            chooser = random.Random(f"{bs}-{seed}")
+            lengths = [chooser.choice((0, 1, chooser.randint(0, 4 * LONGEST))) for _ in range(bs)]
+            indptr.copy_(torch.tensor([0, *lengths]).cumsum(0))
+            indices.random_(0, SLOTS)
+            q.normal_()
+            out.fill_(float("nan"))
+            graph.replay()
+            want = window_attention.window_attention_reference(*arguments, torch.empty_like(q), **options)
+            error = ((out - want).float().abs() / (1 + want.float().abs())).max().item()
+            assert error <= TOLERANCE[dtype], f"replay of {bs} windows, prefixes {lengths}: {error}"
