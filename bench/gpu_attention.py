@@ -238,7 +238,7 @@ def tile_table(cells: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budget-seconds", type=float, default=50, help="for everything; sweeps end then")
+    parser.add_argument("--budget-seconds", type=float, default=48, help="for everything; sweeps end then")
     options = parser.parse_args()
     start = time.perf_counter()
     torch.manual_seed(0)
