@@ -9,7 +9,7 @@ SGLANG := 0.5.23
 # One thread per process: test engines are forks, and a machine for tests has few cores.
 TEST_ENV := SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: demo test test-full setup clean
+.PHONY: demo test test-full test-gpu setup clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,10 @@ test: setup
 
 test-full: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests
+
+# On a machine with a CUDA GPU, in the environment that holds SGLang and this package.
+test-gpu:
+	$(PYTHON) -m pytest -q -m gpu tests
 
 clean:
 	rm -rf $(VENV) .cache

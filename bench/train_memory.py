@@ -49,7 +49,10 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name(0)
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        try:
+            driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            driver = "unknown"
     try:
         import triton
 
@@ -78,13 +81,19 @@ def make_batch(n: int, vocab_size: int) -> Batch:
 
 
 def measure(
-    head: Head, batch: Batch, states: States, planner: Planner, loss: LossSettings, segments: int, way: str
-) -> dict[str, Any]:
-    """Peak bytes above what is there before the step (None on a CPU), and the median time of a step."""
+    head: Head, batch: Batch, states: States, planner: Planner, loss: LossSettings, segments: int, way: str,
+    out_of_time: Callable[[], bool],
+) -> dict[str, Any]:  # fmt: skip
+    """Peak bytes above what is there before the step (None on a CPU), and the median time of a step.
+
+    At least two steps are run: the first one compiles, and counts for nothing.
+    """
     device = states.aux.device
     times: list[float] = []
     peak: Optional[int] = None
-    for _ in range(REPEATS + 1):  # the first one compiles
+    for _ in range(REPEATS + 1):
+        if len(times) > 1 and out_of_time():
+            break
         head.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -96,7 +105,10 @@ def measure(
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
         times.append(time.perf_counter() - begin)
-    return {"step_ms": round(1000 * float(np.median(times[1:])), 2), "peak_bytes": peak}
+    return {
+        "step_ms": round(1000 * float(np.median(times[1:])), 2), "first_step_ms": round(1000 * times[0], 2),
+        "steps": len(times) - 1, "peak_bytes": peak,
+    }  # fmt: skip
 
 
 def largest(batch: Batch, segments: int, way: str) -> int:
@@ -109,6 +121,12 @@ def largest(batch: Batch, segments: int, way: str) -> int:
 
 def gradient(head: Head) -> Tensor:
     return torch.cat([p.grad.float().flatten() for p in head.parameters() if p.grad is not None])
+
+
+def failure(error: Exception) -> str:
+    """Kind and first line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def sweep(
@@ -134,13 +152,16 @@ def sweep(
             cell["failed"] = "not run: out of time"
         else:
             try:
-                cell |= measure(head, batch, States(aux, last), planner, loss, segments, way)
+                cell |= measure(head, batch, States(aux, last), planner, loss, segments, way, out_of_time)
                 found = gradient(head)
                 whole = found if segments == 1 else whole
                 if whole is not None:
                     cell["gradient_difference"] = float(f"{float((found - whole).norm() / whole.norm()):.2e}")
-            except torch.OutOfMemoryError as error:
-                cell["failed"] = str(error).splitlines()[0]
+            except Exception as error:  # no memory, or whatever a compiler can raise: the other cells go on
+                cell["failed"] = failure(error)
+            head.zero_grad(set_to_none=True)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # what a failed step left behind is not the next one's
         cells.append(cell)
         print(json.dumps(cell), flush=True)
     return cells
@@ -176,14 +197,22 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def write(report: dict[str, Any], path: Path, begin: float) -> None:
+    report["seconds"] = round(time.perf_counter() - begin, 1)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--chunk", type=int, default=512, help="rows whose logits exist at once (small: they are not the subject)")
-    parser.add_argument("--budget", type=float, default=80, help="start no further cell after so many seconds")
+    parser.add_argument("--budget", type=float, default=240, help="start no further cell after so many seconds")
     parser.add_argument("--toy", action="store_true", help="a rehearsal in small, also on a CPU (without memory)")
     options = parser.parse_args()
+    if options.layers < 1 or options.chunk < 1 or not options.budget > 0:
+        parser.error("--layers, --chunk and --budget must be positive")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     on_gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
@@ -203,14 +232,17 @@ def main() -> None:
         for n in lengths:
             try:
                 cells = sweep(head, n, planner, way, options.chunk, device, late)
-            except Exception as error:  # one backend that does not work must not hide the other
-                cells = [{"n": n, "segments": 0, "failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}]
+            except Exception as error:  # before its first step: no memory for the states
+                cells = [{"n": n, "segments": 0, "failed": failure(error)}]
                 print(json.dumps(cells[0]), flush=True)
             report["cells"] += [{"attention": attention, "partition": way, **cell} for cell in cells]
-    report["seconds"] = round(time.perf_counter() - begin, 1)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    plot(report, options.out.with_suffix(".png"))
+            write(report, options.out, begin)  # what is measured stays, whatever happens next
+    try:
+        plot(report, options.out.with_suffix(".png"))
+    except Exception as error:  # the numbers are there; matplotlib may not be
+        print(f"no plot: {failure(error)}")
+    if not any("step_ms" in cell for cell in report["cells"]):
+        sys.exit("nothing could be measured: see 'failed' of the cells")
 
 
 if __name__ == "__main__":

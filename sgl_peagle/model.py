@@ -40,6 +40,11 @@ _MERGED = {
 }
 
 
+def _free_table(module: nn.Module) -> None:
+    """Drop a table that the head does not bring: the target's takes its place once both models are loaded."""
+    module.weight = nn.Parameter(module.weight.new_empty(0, module.weight.shape[1]), requires_grad=False)
+
+
 @dataclass
 class PEagleDraftExtendInput(EagleDraftExtendInput):
     """Input of one drafter forward.
@@ -164,6 +169,8 @@ class PEagleModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=add_prefix("embed_tokens", prefix)
         )
+        if not head.has("embed_tokens.weight"):
+            _free_table(self.embed_tokens)
         self.fc = nn.Linear(config.aux_width, config.hidden_size, bias=head.has("fc.bias"))
         eps = config.rms_norm_eps
         self.input_norm = RMSNorm(config.aux_width, eps=eps) if config.norm_before_fc else None
@@ -222,6 +229,8 @@ class PEagleLlamaForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(
             draft_vocab, self.head.config.hidden_size, quant_config=quant_config, prefix=add_prefix("lm_head", prefix)
         )
+        if not self.head.has("lm_head.weight"):
+            _free_table(self.lm_head)
         logits_config = copy.deepcopy(config)
         logits_config.vocab_size = draft_vocab
         self.logits_processor = LogitsProcessor(logits_config)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import flush, with_engine
 from heads_for_tests import random_head
-from pair import HEAD, TARGET, aux_hidden, compare, greedy, hf_model, oracle, prompts, read_rounds
+from pair import HEAD, aux_hidden, compare, greedy, hf_model, oracle, prompts, read_rounds
 from safetensors.torch import load_file
 from test_engine import generate, peagle
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,7 @@ pytestmark = [
 ]
 
 GRAPHS = [1, 2, 4, 8]
-FLOAT32 = {
-    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
-    "TRITON_F32_DEFAULT": "ieee",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "float32_experts"), os.environ.get("PYTHONPATH", "")]),
-}
+FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee"}
 COMMON: dict[str, Any] = {
     "device": "cuda", "mem_fraction_static": 0.9, "max_total_tokens": 16384, "max_running_requests": 12,
     "disable_cuda_graph": False, "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": GRAPHS,
@@ -47,6 +44,8 @@ TIE_ON_GPU = 1e-3
 @pytest.fixture(autouse=True, scope="module")
 def spawned_engines() -> None:
     harness.START_METHOD = "spawn"  # a fork does not survive an initialised CUDA
+    # Spawned processes get this process's path, whatever PYTHONPATH says; see float32_experts.py.
+    sys.path.append(str(Path(__file__).parent / "float32_experts"))
 
 
 def batches(count: int) -> list[list[list[int]]]:

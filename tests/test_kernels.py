@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,17 +16,18 @@ import torch
 HERE = Path(__file__).parent
 
 
-def check_all(device: str, seeds: int, **variables: str) -> None:
-    """Run ``kernel_cases.py`` in a process of its own."""
+def check_all(device: str, seeds: int, *under: str, timeout: float = 600, **variables: str) -> str:
+    """Run ``kernel_cases.py`` in a process of its own, perhaps ``under`` a tool; returns what it printed."""
     env = os.environ | variables
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, str(HERE / "kernel_cases.py"), device, str(seeds)],
-        env=env, capture_output=True, text=True, timeout=600,  # a GPU run compiles some fifty variants
+        [*under, sys.executable, str(HERE / "kernel_cases.py"), device, str(seeds)],
+        env=env, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     names = ("expand_decode", "expand_prefill", "window_hidden", "window_attention")
     assert all(f"{name}: " in done.stdout for name in names)
+    return done.stdout
 
 
 def test_kernels_equal_the_references_under_the_interpreter() -> None:
@@ -36,6 +38,19 @@ def test_kernels_equal_the_references_under_the_interpreter() -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="needs a CUDA GPU; this machine has none")
 def test_kernels_equal_the_references_on_the_gpu_without_synchronising() -> None:
     check_all("cuda", 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="needs a CUDA GPU; this machine has none")
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer (CUDA toolkit) is not on the PATH")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_kernels_under_compute_sanitizer(tool: str) -> None:
+    """Every tensor is an allocation of its own, so that memcheck sees an access that is out of bounds of one."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
+    said = check_all("cuda", 1, *command, timeout=580, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", said)
+    print(tool, summary)
+    assert summary and all(" 0 " in line for line in summary)
 
 
 def compiled(

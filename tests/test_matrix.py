@@ -181,7 +181,7 @@ def test_retraction_under_a_tight_pool(k: int, page: int, env: dict[str, str], o
     chosen = [list(p) for p in prompts(12)[4:12]]
 
     def use(engine: Any) -> list[tuple[str, list[int]]]:
-        first = generate(engine, [chosen[:1]], 4)
+        generate(engine, [chosen[:1]], 4)
         flush(engine)
         outputs = generate(engine, [chosen], 90)
         flush(engine)

@@ -18,7 +18,7 @@ from typing import Any, Iterator
 import pytest
 import requests
 from conftest import TALLY
-from pair import greedy, prompts, tokenizer
+from pair import greedy, prompts
 from server import ENV, PEAGLE, command, free_port, running
 
 K = 5

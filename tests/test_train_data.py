@@ -11,19 +11,17 @@ import pair
 import pytest
 import torch
 from click.testing import CliRunner
+from data_runs import MASK, PLANTED, files, make_run  # noqa: F401  (files is a fixture)
 
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.train import filters, stdlib_code
 from sgl_peagle.train.chat import ChatFormat
+from sgl_peagle.train.conversations import Document, Speaker, Task
 from sgl_peagle.train.corpus import MANIFEST, TENSORS, Corpus
 from sgl_peagle.train.data_cli import main
 from sgl_peagle.train.generate import Reply, Request
 from sgl_peagle.train.prompts import COMPLETE, Prompt, openers, read_prompts, stdlib_split
-from sgl_peagle.train.regenerate import Run, Settings, target_hash
-from sgl_peagle.train.synthesis import Sources
-
-MASK = 3  # of the tiny pair
-
+from sgl_peagle.train.regenerate import target_hash
 
 # -- filters ----------------------------------------------------------------------------------------------------------
 
@@ -211,29 +209,6 @@ def test_corpus_round_trip_and_refusals(tmp_path: Path) -> None:
 
 # -- the run ----------------------------------------------------------------------------------------------------------
 
-PLANTED = "Anna had a red drum and gave it to Paul who took it home with him"
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
-    rows = {
-        "train": [{"question": f"Count by {i} from {j}"} for i in (1, 2, 3) for j in (4, 5)] + [{"question": f"Well: {PLANTED}"}],
-        "held": [{"turns": [PLANTED, "List more"], "category": "story"}, {"turns": ["Where does Anna live?"], "category": "qa"}],
-    }
-    for name, content in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    return {name: tmp_path / f"{name}.jsonl" for name in rows}
-
-
-def make_run(out: Path, files: dict[str, Path], backend: str = "transformers", **changes: Any) -> Run:
-    settings: dict[str, Any] = {
-        "target": target_hash(pair.TARGET), "files": {}, "backend": backend, "long_code": 0, "max_new_tokens": 24,
-        "mask_token_id": MASK, "shard": 4, "tune": 0,
-    }  # fmt: skip
-    sources = Sources(files["train"], (), (files["held"],))
-    return Run(out, pair.TARGET, Settings(**settings | changes), sources)
-
-
 def test_run_from_prompts_to_corpora(tmp_path: Path, files: dict[str, Path]) -> None:
     out = tmp_path / "out"
     make_run(out, files, synthetic=4, tune=2).everything()
@@ -272,7 +247,7 @@ def test_interrupted_run_goes_on(tmp_path: Path, files: dict[str, Path], monkeyp
 
     run = make_run(parts, files, synthetic=2)
     run.prompts()
-    run.target().close()
+    run.crew.close()
     run = make_run(parts, files, synthetic=2)
     written = 0
 
@@ -298,15 +273,17 @@ def test_interrupted_run_goes_on(tmp_path: Path, files: dict[str, Path], monkeyp
 
 def test_batches_of_equal_prompts_draw_differently() -> None:
     """Made-up prompts all begin with the same ids; two batches of them must not be copies of each other."""
-    from sgl_peagle.train.generate import TransformersTarget, converse_once
-    from sgl_peagle.train.synthesis import _made_up
+    from sgl_peagle.train.generate import Group, TransformersTarget
 
-    chat = ChatFormat.of(pair.TARGET)
+    speaker = Speaker(ChatFormat.of(pair.TARGET), 512, 24)
     target = TransformersTarget(pair.TARGET, 0)
     size = target.BATCH
 
     def draw(label: str) -> list[Any]:
-        return converse_once(target, [_made_up("", chat) for _ in range(2 * size)], label)
+        found: dict[str, list[Any]] = {}
+        group = Group(label, [speaker.conversation(Task("made up")) for _ in range(2 * size)])
+        target.converse([group], found.__setitem__, lambda _number: None)
+        return found[label]
 
     texts = draw("one")
     assert texts == draw("one") and texts != draw("two")
@@ -337,15 +314,15 @@ def test_other_settings_and_foreign_folders_are_refused(tmp_path: Path, files: d
 
 def test_second_turns_and_loops(tmp_path: Path, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The conversation of one document, with replies written by hand."""
-    from sgl_peagle.train import regenerate
+    from sgl_peagle.train import conversations
 
-    monkeypatch.setattr(regenerate, "SECOND_TURNS", 1.0)
+    monkeypatch.setattr(conversations, "SECOND_TURNS", 1.0)
     run = make_run(tmp_path / "out", files)
-    held, eos = filters.HeldOut([PLANTED]), min(run.chat.eos)
+    run.speaker.held_out, eos = filters.HeldOut([PLANTED]), min(run.chat.eos)
     encode = lambda text: run.chat.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
 
-    def play(replies: list[list[int]]) -> tuple[regenerate.Document, list[Request]]:
-        conversation = run._answer(Prompt("gsm8k", ("Count",)), 0.0, held)
+    def play(replies: list[list[int]]) -> tuple[Document, list[Request]]:
+        conversation = run.speaker.conversation(Task("answer", "", Prompt("gsm8k", ("Count",))))
         requests = [next(conversation)]
         try:
             for ids in replies:

@@ -13,9 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sgl_peagle.train.attention import sdpa_plan
 from sgl_peagle.train.batches import Batch, Document, training_batch
 from sgl_peagle.train.corpus import Corpus
+from sgl_peagle.train.loop import Trainer
 from sgl_peagle.train.model import Head, Shape
 from sgl_peagle.train.partition import LossSettings
 from sgl_peagle.train.rows import Cod, supervised
+from sgl_peagle.train.settings import Settings
 from sgl_peagle.train.target import Target
 
 VOCAB, MASK = 61, 60
@@ -83,3 +85,30 @@ def loss_settings(target: Target, **options: Any) -> LossSettings:
 
 
 planner = sdpa_plan
+
+
+def place_of(folder: Path) -> Path:
+    """A folder with a target and a corpus."""
+    save_target(folder / "target")
+    corpus(12, 40).write(folder / "corpus")
+    return folder
+
+
+def settings_of(place: Path, **changes: Any) -> Settings:
+    options: dict[str, Any] = dict(
+        target=str(place / "target"), corpus=str(place / "corpus"), layers=2, depths=4, mask_token_id=MASK, steps=6,
+        tokens_per_step=80, max_length=64, log_every=2, device="cpu", seed=3,
+    )  # fmt: skip
+    if changes.get("method") == "eagle3":
+        options |= {"layers": 1, "mask_token_id": None, "embedding": "frozen"}
+    return Settings(**(options | changes))
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def run(settings: Settings, out: Path, stop_after: int = 0, **options: Any) -> Trainer:
+    trainer = Trainer(settings, out, echo=quiet, **options)
+    trainer.run(lambda step: trainer.interrupt() if step == stop_after else None)
+    return trainer

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pair_head import PEagleHead
 from pair_target import continue_text, read
 from pair_tokenizer import EOS_ID, MASK_ID
 from torch import Tensor
+from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
+
+from sgl_peagle.train.model import Head
 
 DEPTHS = [1, 2, 3, 5, 7, 10]
 ABLATIONS = ["zero_h_shared", "mask_row_of_full_stop", "mask_row_of_bonus_token", "mask_row_of_target",
@@ -38,8 +40,15 @@ def greedy_texts(target: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new
     return texts
 
 
+def causal(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain causal attention of rows [R, heads, dim]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
 @torch.no_grad()
-def drafts(head: PEagleHead, tokens: Tensor, aux: Tensor, k: int, ablation: str, replacement: Tensor) -> list[int]:
+def drafts(head: Head, lm_head: Tensor, tokens: Tensor, aux: Tensor, k: int, ablation: str,
+           replacement: Tensor) -> list[int]:
     """The K argmaxes of one round. ``tokens`` [n+1] ends with the bonus token, ``aux`` [n, 3·D].
 
     ``ablation`` "none", or one of:
@@ -50,7 +59,7 @@ def drafts(head: PEagleHead, tokens: Tensor, aux: Tensor, k: int, ablation: str,
     """
     n = len(aux)
     rows = n + k - 1
-    shared = head.fc(head.mask_hidden)[0]
+    shared = head.fc(head.mask_hidden[0])
     mask_row = head.embed_tokens.weight[MASK_ID]
     if ablation == "zero_h_shared":
         shared = torch.zeros_like(shared)
@@ -61,18 +70,18 @@ def drafts(head: PEagleHead, tokens: Tensor, aux: Tensor, k: int, ablation: str,
     positions = torch.arange(rows)
     if ablation == "frozen_mask_positions":
         positions = positions.clamp(max=n)
-    embedded = torch.cat([head.embed_tokens(tokens[1:]), mask_row.expand(k - 1, -1)])
-    hidden = torch.cat([head.fc(aux), shared.expand(k - 1, -1)])
-    causal = torch.ones(rows, rows, dtype=torch.bool).tril()
-    return head.run(embedded[None], hidden[None], positions, causal)[0, n - 1:].argmax(-1).tolist()
+    embedded = torch.cat([head.embed(tokens[1:]), mask_row.expand(k - 1, -1)])
+    hidden = torch.cat([head.project(aux), shared.expand(k - 1, -1)])
+    out = head.final(head(embedded, hidden, positions, causal)[n - 1:])
+    return (out @ lm_head.T).argmax(-1).tolist()
 
 
 class Walker:
     """Walks the texts for any K; a round's drafts at the largest K hold those of every smaller K as a prefix."""
 
-    def __init__(self, head: PEagleHead, texts: list[Tensor], aux: list[Tensor], prompt_lengths: list[int],
+    def __init__(self, head: Head, lm_head: Tensor, texts: list[Tensor], aux: list[Tensor], prompt_lengths: list[int],
                  new: int, ablation: str, replacement: Tensor) -> None:
-        self.head, self.texts, self.aux, self.prompt_lengths = head, texts, aux, prompt_lengths
+        self.head, self.lm_head, self.texts, self.aux, self.prompt_lengths = head, lm_head, texts, aux, prompt_lengths
         self.new, self.ablation, self.replacement = new, ablation, replacement
         self.matches: dict[tuple[int, int], int] = {}
 
@@ -81,8 +90,8 @@ class Walker:
         key = (index, anchor)
         if key not in self.matches:
             text = self.texts[index]
-            got = drafts(self.head, text[:anchor + 2], self.aux[index][:anchor + 1], max(DEPTHS), self.ablation,
-                         self.replacement)
+            got = drafts(self.head, self.lm_head, text[:anchor + 2], self.aux[index][:anchor + 1], max(DEPTHS),
+                         self.ablation, self.replacement)
             want = text[anchor + 2:anchor + 2 + len(got)].tolist()
             self.matches[key] = next((i for i, (a, b) in enumerate(zip(got, want)) if a != b), len(got))
         return self.matches[key]
@@ -100,7 +109,7 @@ class Walker:
 
 
 @torch.no_grad()
-def evaluate(target: LlamaForCausalLM, head: PEagleHead, prompts: Sequence[Sequence[int]], full_stop: int,
+def evaluate(target: LlamaForCausalLM, head: Head, lm_head: Tensor, prompts: Sequence[Sequence[int]], full_stop: int,
              new: int = 96) -> dict[str, Any]:
     """The whole report; ``full_stop`` is that token's id.
 
@@ -132,14 +141,14 @@ def evaluate(target: LlamaForCausalLM, head: PEagleHead, prompts: Sequence[Seque
                                          "min": round(min(distinct), 3)},
             "texts_with_eos": ended}}
     no_row = torch.empty(0)
-    base = Walker(head, texts, aux, lengths, new, "none", no_row)
+    base = Walker(head, lm_head, texts, aux, lengths, new, "none", no_row)
     report["walk"] = {f"K={k}": base.walk(k) for k in tqdm(DEPTHS, desc="walk", mininterval=5.0)}
     reference = report["walk"]["K=5"]["acceptance_length"]
     report["ablations_K=5"] = {}
     rows = {"mask_row_of_full_stop": head.embed_tokens.weight[full_stop],
             "mask_row_of_target": target.get_input_embeddings().weight[MASK_ID]}
     for ablation in tqdm(ABLATIONS, desc="ablations", mininterval=5.0):
-        result = Walker(head, texts, aux, lengths, new, ablation, rows.get(ablation, no_row)).walk(5)
+        result = Walker(head, lm_head, texts, aux, lengths, new, ablation, rows.get(ablation, no_row)).walk(5)
         result["lowers_acceptance_length_by"] = round(1 - result["acceptance_length"] / reference, 4)
         report["ablations_K=5"][ablation] = result
     return report

@@ -27,7 +27,7 @@ import torch
 import transformers
 from make_text import TextMaker
 from pair_eval import evaluate
-from pair_head import K_TRAIN, load_head, save_head, train_head
+from pair_head import K_TRAIN, load_head, train_head
 from pair_prompts import held_out_prompts
 from pair_target import Windows, continue_text, load_target, save_target, train_target
 from pair_tokenizer import MASK_ID, build_tokenizer, save_tokenizer
@@ -72,6 +72,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     out, seed, clock = arguments.out, arguments.seed, Clock()
+    if (out / "head").exists():
+        parser.error(f"{out / 'head'} exists: move it away, it is not overwritten")
     out.mkdir(parents=True, exist_ok=True)
 
     maker = TextMaker(arguments.text_seed)
@@ -96,8 +98,8 @@ def main() -> None:
         clock.seconds["target"] = earlier["seconds"]["target"]
     own = Windows(own_stream(target, windows, seed, texts=192), seed)
     clock.mark("own_continuations")
-    save_head(train_head(target, [own, windows], arguments.head_steps, seed), out / "head")
-    head = load_head(out / "head")
+    train_head(out / "target", out / "head", [own, windows], arguments.head_steps, seed)
+    head, lm_head = load_head(out / "head", target)
     clock.mark("head")
 
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
@@ -112,10 +114,10 @@ def main() -> None:
         "training_tokens_of_text": len(windows.stream),
         "tokens_per_step": {"target": pair_target.TOKENS_PER_STEP, "head": pair_head.TOKENS_PER_STEP},
         "parameters": {"target": sum(p.numel() for p in target.parameters()),
-                       "head": sum(p.numel() for p in head.parameters())},
+                       "head": sum(p.numel() for p in head.parameters()) + lm_head.numel()},
         "bytes": {name: (out / name / "model.safetensors").stat().st_size for name in ("target", "head")},
     }
-    report["evaluation"] = evaluate(target, head, ids[-unseen:], tokenizer.convert_tokens_to_ids("."))
+    report["evaluation"] = evaluate(target, head, lm_head, ids[-unseen:], tokenizer.convert_tokens_to_ids("."))
     clock.mark("evaluation")
     report["seconds"] = clock.seconds | {"all": round(sum(clock.seconds.values()), 1)}
     (out / "training_report.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Mapping, Optional
 
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.heads.config import MASK_ID_ENV, PEagleHeadConfig

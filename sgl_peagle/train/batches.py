@@ -58,6 +58,7 @@ class Batch:
         trained: [M] int64, rows with weight, in the order of rows.
         weight: Their total weight (M, as weights are 0 or 1).
         text_tokens: Tokens of all documents, for the throughput.
+        samples: [B] int64, where each document is in the corpus.
     """
 
     tokens: Tensor
@@ -66,6 +67,7 @@ class Batch:
     context: int
     trained: Ints
     text_tokens: int
+    samples: Ints
 
     @property
     def state(self) -> Ints:
@@ -133,36 +135,46 @@ def split(documents: Sequence[Document], holdout: int) -> tuple[list[Document], 
     return list(documents[:cut]), list(documents[cut:])
 
 
-def row_budget(documents: Sequence[Document], tokens_per_step: int, cod: Cod) -> int:
-    """Rows of a full batch of these documents, a multiple of 128: batches never have more, so shapes can be fixed."""
+#: Epochs whose orders are looked through for the largest batch.
+_BUDGET_EPOCHS = 3
+
+
+def row_budget(documents: Sequence[Document], seed: int, tokens_per_step: int, cod: Cod) -> int:
+    """Rows of the largest batches of a run, a multiple of 128, so that shapes can be fixed and memory is known at once.
+
+    A batch of a later epoch may exceed it a little: then FlexAttention compiles once more.
+    """
     bounds = np.array([most_rows(d.n, int(d.weight.sum()), cod) for d in documents])
-    mean = bounds.sum() / sum(d.n for d in documents)
-    budget = max(int(tokens_per_step * mean * 1.02), int(bounds.max()))
-    return -(-budget // BLOCK) * BLOCK
+    most = max(
+        int(bounds[batch].sum())
+        for epoch in range(_BUDGET_EPOCHS)
+        for batch in epoch_order(documents, seed, epoch, tokens_per_step)
+    )
+    return -(-int(most * 1.02) // BLOCK) * BLOCK
 
 
-def epoch_order(
-    documents: Sequence[Document], seed: int, epoch: int, tokens_per_step: int, budget: int, cod: Cod
-) -> list[list[int]]:
-    """The batches of an epoch, as indices into ``documents``; every document occurs once."""
+def epoch_order(documents: Sequence[Document], seed: int, epoch: int, tokens_per_step: int) -> list[list[int]]:
+    """The batches of an epoch, as indices into ``documents``; every document occurs once.
+
+    It follows from the lengths alone, not from the rows: P-EAGLE and EAGLE-3 heads see the same documents in each step.
+    """
     random = generator(seed, _ORDER, epoch)
     order = random.permutation(len(documents))
     lengths = np.array([d.n for d in documents])
-    bounds = [most_rows(d.n, int(d.weight.sum()), cod) for d in documents]
     per_bucket = max(1, int(_BUCKET_BATCHES * tokens_per_step / lengths.mean()))
     batches: list[list[int]] = []
     current: list[int] = []
-    tokens = rows = 0
+    tokens = 0
     for number, begin in enumerate(range(0, len(order), per_bucket)):
         bucket = order[begin : begin + per_bucket]
         bucket = bucket[np.argsort(lengths[bucket], kind="stable")]
         # Every other bucket falling: neighbours stay alike where two buckets meet.
         for i in (bucket if number % 2 == 0 else bucket[::-1]).tolist():
-            if current and (tokens + lengths[i] > tokens_per_step or rows + bounds[i] > budget):
+            if current and tokens + lengths[i] > tokens_per_step:
                 batches.append(current)
-                current, tokens, rows = [], 0, 0
+                current, tokens = [], 0
             current.append(i)
-            tokens, rows = tokens + int(lengths[i]), rows + bounds[i]
+            tokens += int(lengths[i])
     batches.append(current)
     return [batches[i] for i in random.permutation(len(batches))]
 
@@ -193,6 +205,7 @@ def make_batch(documents: Sequence[Document], rows_of: Callable[[Document], tupl
         int((rows.depth == 0).sum()),
         np.flatnonzero(np.concatenate(trained)[order]),
         sum(len(d.tokens) for d in documents),
+        np.array([d.sample for d in documents], dtype=np.int64),
     )
 
 
@@ -211,12 +224,13 @@ class Feed:
 
     Args:
         documents: Training documents.
-        seed, tokens_per_step, budget, cod: See :func:`epoch_order`.
+        seed, tokens_per_step: See :func:`epoch_order`.
+        cod: Which rows are drawn.
         epoch, index: Where to start (a resumed run).
     """
 
     def __init__(
-        self, documents: Sequence[Document], seed: int, tokens_per_step: int, budget: int, cod: Cod,
+        self, documents: Sequence[Document], seed: int, tokens_per_step: int, cod: Cod,
         epoch: int = 0, index: int = 0, ahead: int = 4,
     ) -> None:  # fmt: skip
         self._queue: queue.Queue[object] = queue.Queue(ahead)
@@ -225,7 +239,7 @@ class Feed:
         def batches() -> Iterator[tuple[int, int, int, Batch]]:
             at, first = epoch, index
             while True:
-                order = epoch_order(documents, seed, at, tokens_per_step, budget, cod)
+                order = epoch_order(documents, seed, at, tokens_per_step)
                 for i in range(first, len(order)):
                     yield at, i, len(order), training_batch([documents[j] for j in order[i]], seed, at, cod)
                 at, first = at + 1, 0

@@ -67,7 +67,14 @@ def train() -> None:
 @click.option("--loss", type=click.Choice(["kl", "ce"]), default="kl", show_default=True)
 @click.option("--lr", type=float, default=8e-4, show_default=True)
 @click.option("--embedding-lr", type=float, default=1.5e-4, show_default=True)
-@click.option("--minutes", type=float, help="Length of the whole command; the number of steps is measured and fixed.")
+@click.option("--clip", type=float, default=1.0, show_default=True, help="Largest norm of the gradient.")
+@click.option("--weight-decay", type=float, default=0.0, show_default=True,
+              help="Of matrices; norms, MASK row, mask_hidden and embedding never decay.")  # fmt: skip
+@click.option("--noise", type=float, default=0.0, show_default=True,
+              help="Uniform noise on the hidden states that are fed, +- so many times each channel's scale.")  # fmt: skip
+@click.option("--ema", type=float, default=0.0, show_default=True,
+              help="Decay of a running mean of the weights, say 0.999; the mean is what is evaluated and exported.")  # fmt: skip
+@click.option("--minutes", type=float, help="Length of the whole command; the number of steps follows from the measured speed.")
 @click.option("--steps", type=int, help="Length of the run in optimiser steps.")
 @click.option("--epochs", type=float, help="Length of the run in passes over the corpus.")
 @click.option("--tokens-per-step", type=int, default=16384, show_default=True)
@@ -84,15 +91,19 @@ def train() -> None:
 @click.option("--log-every", type=int, default=20, show_default=True)
 @click.option("--checkpoint-every", type=int, default=1000, show_default=True)
 @click.option("--eval-every", type=int, help="Steps between evaluations of the held-out documents.  [default: 1/8 of the run]")
+@click.option("--select", type=click.Choice(["last", "best"]), default="last", show_default=True,
+              help="Export the last step's weights, or those of the evaluation with the longest walk.")  # fmt: skip
+@click.option("--served-k", type=int, help="Drafts per round that the walk is quoted and compared at.  [default: 7, or --depths]")
 @click.option("--to", "formats", multiple=True, type=click.Choice(["peagle", "vllm", "speculators"]), default=["peagle"],
               help="Formats to export; repeat.  [default: peagle]")  # fmt: skip
 def run(
     target: str, target_name: Optional[str], corpus: Path, out: Path, resume: bool, method: str, layers: Optional[int],
     depths: Optional[int], cod_rate: float, cod_floor: float, reference_weight: bool, mask_token_id: Optional[int],
-    aux_layers: tuple[int, ...], embedding: str, loss: str, lr: float, embedding_lr: float, minutes: Optional[float],
-    steps: Optional[int], epochs: Optional[float], tokens_per_step: int, max_length: int, holdout: int, seed: int,
-    segments: int, partition: str, attention: str, chunk: int, compile_loss: bool, device: str, log_every: int, checkpoint_every: int,
-    eval_every: Optional[int], formats: tuple[str, ...],
+    aux_layers: tuple[int, ...], embedding: str, loss: str, lr: float, embedding_lr: float, clip: float,
+    weight_decay: float, noise: float, ema: float, minutes: Optional[float], steps: Optional[int],
+    epochs: Optional[float], tokens_per_step: int, max_length: int, holdout: int, seed: int, segments: int,
+    partition: str, attention: str, chunk: int, compile_loss: bool, device: str, log_every: int, checkpoint_every: int,
+    eval_every: Optional[int], select: str, served_k: Optional[int], formats: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train a head on a corpus of the target's own answers, and export it.
 
@@ -105,13 +116,13 @@ def run(
     ar = method == "eagle3"
     try:
         settings = Settings(
-            target=target, corpus=str(corpus), method=method, layers=layers or (1 if ar else 2),
-            depths=depths or (7 if ar else 8), cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
+            target=target, corpus=str(corpus), method=method, layers=(1 if ar else 2) if layers is None else layers,
+            depths=(7 if ar else 8) if depths is None else depths, cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
             embedding="frozen" if ar else embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
-            loss=loss, lr=lr, embedding_lr=embedding_lr, minutes=minutes, steps=steps, epochs=epochs,
-            tokens_per_step=tokens_per_step, max_length=max_length, holdout=holdout, seed=seed, segments=segments, partition=partition,
-            attention=attention, chunk=chunk, compile_loss=compile_loss, device=device, log_every=log_every,
-            checkpoint_every=checkpoint_every, eval_every=eval_every,
+            loss=loss, lr=lr, embedding_lr=embedding_lr, clip=clip, weight_decay=weight_decay, noise=noise, ema=ema,
+            minutes=minutes, steps=steps, epochs=epochs, tokens_per_step=tokens_per_step, max_length=max_length,
+            holdout=holdout, seed=seed, segments=segments, partition=partition, attention=attention, chunk=chunk,
+            compile_loss=compile_loss, device=device, log_every=log_every, checkpoint_every=checkpoint_every, eval_every=eval_every, select=select, served=served_k,
         )  # fmt: skip
         trainer = Trainer(
             settings, out, resume=resume, formats=tuple(formats), target_name=target_name, echo=click.echo

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Sequence
 
@@ -37,8 +38,7 @@ class Corpus:
         Raises:
             PEagleError: A document whose two lists differ in length, or no document at all.
         """
-        tokens: list[int] = []
-        assistant: list[bool] = []
+        tokens, assistant = array("i"), bytearray()
         offsets = [0]
         for ids, generated in documents:
             if len(ids) != len(generated):
@@ -47,14 +47,14 @@ class Corpus:
                     "every token is either the target's or not",
                     "give one mark per token",
                 )
-            tokens += ids
-            assistant += generated
+            tokens.extend(ids)
+            assistant += bytes(generated)
             offsets.append(len(tokens))
         if len(offsets) == 1:
             raise PEagleError("the corpus is empty", "there is nothing to train on", "check the filters in the manifest")
         return cls(
-            torch.tensor(tokens, dtype=torch.int32),
-            torch.tensor(assistant, dtype=torch.uint8),
+            torch.frombuffer(tokens, dtype=torch.int32),
+            torch.frombuffer(assistant, dtype=torch.uint8),
             torch.tensor(offsets, dtype=torch.int64),
             manifest,
         )

@@ -10,6 +10,7 @@ from typing import Any, Optional
 import click
 
 from sgl_peagle.errors import PEagleError
+from sgl_peagle.train.crew import Workers
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -62,10 +63,14 @@ def _arguments(entries: tuple[str, ...]) -> dict[str, Any]:
     help="The head's MASK id; no document may hold it.",
 )  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--shard", type=click.IntRange(min=1), default=2048, show_default=True, help="Conversations per file.")
+@click.option("--shard", type=click.IntRange(min=1), default=512, show_default=True, help="Conversations per file.")
 @click.option(
     "--engine", multiple=True, metavar="KEY=VALUE",
     help="Further argument of SGLang's engine (value as JSON or text).",
+)  # fmt: skip
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True,
+    help="Processes with a target each, spread over the visible GPUs.",
 )  # fmt: skip
 @click.option(
     "--minutes", type=click.FloatRange(min=0),
@@ -90,14 +95,19 @@ def data(
     seed: int,
     shard: int,
     engine: tuple[str, ...],
+    workers: int,
     minutes: Optional[float],
 ) -> None:
     """Make token files for training and evaluation: prompts, and the target's own answers to them.
 
     Interrupted runs go on where they stopped when the command is given again. A small target leaves a GPU idle between
-    its steps: several runs with their own --seed, sources and --out share one, and `train join` joins their corpora.
+    its steps: about three --workers per GPU keep it busy.
     """
     begun = time.monotonic()
+    crew: Optional[Workers] = None
+    if workers > 1 and (target / "config.json").is_file() and not (out / "train").exists():
+        # Before anything else: a target takes about a minute to start.
+        crew = Workers(workers, backend, target, seed, _arguments(engine))
     from sgl_peagle.train.regenerate import Run, Settings, file_hash, target_hash
     from sgl_peagle.train.synthesis import Sources
 
@@ -112,10 +122,13 @@ def data(
         )  # fmt: skip
         Run(
             out, target, settings, sources, minutes=minutes, begun=begun, engine=_arguments(engine),
-            evaluate=not skip_evaluation,
+            evaluate=not skip_evaluation, crew=crew,
         ).everything()  # fmt: skip
     except PEagleError as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        if crew is not None:
+            crew.close()
 
 
 @click.command()

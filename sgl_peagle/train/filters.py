@@ -5,7 +5,9 @@ All rules are pure functions of text or ids, so that the counts in a manifest ca
 
 from __future__ import annotations
 
+import hashlib
 import re
+from functools import lru_cache
 from typing import Iterable, Optional, Sequence
 
 import numpy as np
@@ -23,8 +25,9 @@ LEAST_AFTER_CUT = 16
 
 _WORD = re.compile(r"\w+")
 
-#: Weights of a run's hash; products wrap modulo 2**64.
-_WEIGHTS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(LOOP_TOKENS, dtype=np.uint64)
+#: Weights of a run's hash are the powers of this; products wrap modulo 2**64.
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_WEIGHTS = _FACTOR ** np.arange(LOOP_TOKENS, dtype=np.uint64)
 
 
 def words(text: str) -> list[str]:
@@ -32,10 +35,19 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
+@lru_cache(maxsize=1 << 20)
+def _word_hash(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+
+
 def word_runs(text: str, length: int) -> set[int]:
-    """Hashes of all runs of ``length`` words; a shorter text is one run of its own."""
-    found = words(text)
-    return {hash(tuple(found[i : i + length])) for i in range(max(1, len(found) - length + 1))}
+    """64-bit hashes of all runs of ``length`` words, the same in every process; a shorter text is one run of its own."""
+    hashes = np.fromiter(map(_word_hash, words(text)), dtype=np.uint64)
+    if len(hashes) < length:
+        hashes = np.concatenate([hashes, np.full(1, len(hashes), np.uint64)])
+        length = len(hashes)
+    weights = _FACTOR ** np.arange(length, dtype=np.uint64)
+    return set((np.lib.stride_tricks.sliding_window_view(hashes, length) @ weights).tolist())
 
 
 def prompt_fault(text: str, tokens: int, template_tokens: Iterable[str]) -> Optional[str]:
@@ -89,6 +101,15 @@ class HeldOut:
     def add(self, text: str) -> None:
         """Hold out one more text; one shorter than 13 words only as a whole."""
         self._runs |= word_runs(text, self._length)
+
+    @property
+    def runs(self) -> np.ndarray:
+        """The hashes, for another process."""
+        return np.fromiter(self._runs, dtype=np.uint64, count=len(self._runs))
+
+    def add_runs(self, runs: np.ndarray) -> None:
+        """Hold out what another process holds out."""
+        self._runs.update(runs.tolist())
 
     def overlaps(self, text: str) -> bool:
         """Whether the text shares 13 words in a row with a held-out one (or is a short one of them)."""

@@ -8,16 +8,22 @@ again, and returns its result. So a second turn starts as soon as its own first 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Generator, Iterable, Protocol, Sequence
+from typing import Any, Callable, Generator, Iterable, Optional, Protocol, Sequence
 
 from sgl_peagle.errors import PEagleError
 
-#: Batch sizes that get a CUDA graph: few, because each is captured at start-up.
-GRAPH_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024]
+#: Batch sizes that get a CUDA graph: few, because each is captured at start-up, and a padded step costs little.
+GRAPH_BATCHES = [8, 32, 64, 128, 256, 512, 768, 1024]
+#: Requests in one batch. A step costs a fixed 2 to 4 ms besides what each request adds, so larger batches gain little.
 RUNNING = 1024
+#: New requests wait until this part of the places is free: their prefill costs about as much as a step of all others.
+ADMITTED_TOGETHER = 1 / 10
 
 
 @dataclass(frozen=True)
@@ -41,37 +47,57 @@ class Reply:
 Conversation = Generator[Request, Reply, Any]
 
 
+@dataclass(frozen=True)
+class Group:
+    """Conversations that belong together; the name is part of the seed of sampled ones (transformers only)."""
+
+    name: str
+    conversations: list[Conversation]
+
+
+#: Called as a group is complete, with its name and the results in order; in any order of groups.
+Finished = Callable[[str, list[Any]], None]
+#: Called with a number of conversations that have just ended.
+Progress = Callable[[int], object]
+
+#: Temperature of greedy requests on a GPU. At exactly 0 SGLang sets top-k to 1, and one such request makes its sampler
+#: sort the whole vocabulary for all requests of the batch, which takes longer than a small model's step. At this
+#: temperature only tokens of exactly equal logits are drawn from, where greedy decoding takes the first.
+NEARLY_GREEDY = 1e-5
+
+
 class Target(Protocol):
     """A target that holds many conversations at once; ``close`` frees it."""
 
     name: str
 
-    def converse(
-        self, groups: Iterable[list[Conversation]], finished: Callable[[int, list[Any]], None], total: int, label: str
-    ) -> None:
-        """Hold all conversations; ``finished(i, results)`` is called as group i is complete, in any order of groups.
+    def converse(self, groups: Iterable[Optional[Group]], finished: Finished, progress: Progress) -> None:
+        """Hold all conversations.
 
         Args:
-            groups: Asked for one by one; the iterator may end early.
-            total: Number of conversations, for the progress bar.
+            groups: Asked for one by one, as there is room; None means that there is none yet, but may be soon.
         """
 
     def close(self) -> None: ...
 
 
-def converse_once(target: Target, conversations: list[Conversation], label: str) -> list[Any]:
-    """The results of some conversations, in their order."""
-    results: list[Any] = []
-    if conversations:
-        target.converse([conversations], lambda _i, found: results.extend(found), len(conversations), label)
-    return results
+@dataclass(frozen=True)
+class Share:
+    """What part of its machine a target may take: one of ``of`` that share a GPU (its memory in bytes; 0: unknown)."""
+
+    of: int = 1
+    memory: int = 0
 
 
-def start(backend: str, target: Path, *, seed: int, context: int, **engine: Any) -> Target:
+def start(
+    backend: str, target: Path, *, seed: int, context: int, share: Share = Share(), worker: int = 0, **engine: Any
+) -> Target:
     """Start a backend: ``sglang``, ``transformers`` or ``auto`` (SGLang on a GPU, transformers elsewhere).
 
     Args:
         context: Longest prompt plus answer, in tokens.
+        share: How much of a GPU is its own.
+        worker: Number of this target among those of a run; it keeps their draws apart.
         engine: Overrides of the engine's arguments (SGLang only).
 
     Raises:
@@ -91,55 +117,79 @@ def start(backend: str, target: Path, *, seed: int, context: int, **engine: Any)
         raise PEagleError(
             f"SGLang cannot be imported: {error}", "the backend sglang needs it", "install it, or --backend transformers"
         ) from error
-    return SglangTarget(target, seed, context, engine)
+    return SglangTarget(target, 1000 * seed + worker, context, share, engine)
+
+
+def _cache_tokens(target: Path, share: Share, running: int) -> int:
+    """Tokens of KV cache for one of several targets on a GPU: enough for its requests, or its part of the memory."""
+    config = json.loads((target / "config.json").read_text())
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    each = 2 * 2 * config["num_hidden_layers"] * heads * width  # keys and values of two bytes
+    weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    # Besides weights and cache: graphs, logits and the CUDA context, some GB.
+    room = (share.memory or 40 * 2**30) * 0.85 / share.of - 1.1 * weights - 4 * 2**30
+    tokens = min(running * 1280, int(room) // each)
+    if tokens < 16384:
+        raise PEagleError(
+            f"{share.of} workers do not fit on one GPU: {max(tokens, 0)} tokens of KV cache would be left for each",
+            "each holds the target's weights and its own cache",
+            "take fewer --workers, or set --engine max_total_tokens=N and mem_fraction_static=F yourself",
+        )
+    return tokens
 
 
 class SglangTarget:
-    """``sgl.Engine`` without a tokenizer. On a GPU in bfloat16 with CUDA graphs, on a CPU in float32.
+    """SGLang's engine without a tokenizer. On a GPU in bfloat16 with CUDA graphs, on a CPU in float32.
 
-    Greedy answers are reproducible up to batch-dependent rounding (bfloat16), sampled ones are not: SGLang draws from
-    one generator for the whole batch.
+    Greedy answers are reproducible up to batch-dependent rounding and ties (bfloat16), sampled ones are not: SGLang
+    draws from one generator for the whole batch.
     """
 
     name = "sglang"
 
-    def __init__(self, target: Path, seed: int, context: int, overrides: dict[str, Any]) -> None:
+    def __init__(self, target: Path, seed: int, context: int, share: Share, overrides: dict[str, Any]) -> None:
         import torch
+
+        # Requests that are not streamed would still be reported every 50 tokens.
+        os.environ.setdefault("SGLANG_FORCE_STREAM_INTERVAL", "1000000")
+        from sglang.srt.entrypoints.engine import Engine
 
         options: dict[str, Any] = {
             "model_path": str(target), "skip_tokenizer_init": True, "random_seed": seed, "context_length": context,
-            "skip_server_warmup": True, "log_level": "warning", "sampling_backend": "pytorch",
+            "skip_server_warmup": True, "log_level": "warning", "sampling_backend": "pytorch", "stream_interval": 64,
         }  # fmt: skip
         if torch.cuda.is_available():
+            running = int(overrides.get("max_running_requests", RUNNING))
+            graphs = [size for size in GRAPH_BATCHES if size < running] + [running]
             # No radix cache: prompts share only the system turn, and its bookkeeping is CPU time of the scheduler.
             options |= {
-                "device": "cuda", "dtype": "bfloat16", "mem_fraction_static": 0.8, "max_running_requests": RUNNING,
-                "cuda_graph_bs_decode": GRAPH_BATCHES, "cuda_graph_max_bs_decode": GRAPH_BATCHES[-1],
+                "device": "cuda", "dtype": "bfloat16", "mem_fraction_static": 0.8, "max_running_requests": running,
+                "cuda_graph_bs_decode": graphs, "cuda_graph_max_bs_decode": running,
                 "disable_prefill_cuda_graph": True, "disable_radix_cache": True, "schedule_policy": "fcfs",
-                "chunked_prefill_size": 16384, "stream_interval": 64, "watchdog_timeout": 600,
+                "chunked_prefill_size": 16384, "min_free_slots_delay": max(1, int(running * ADMITTED_TOGETHER)),
+                "watchdog_timeout": 600,
             }  # fmt: skip
+            if share.of > 1 and "mem_fraction_static" not in overrides and "max_total_tokens" not in overrides:
+                # The fraction is of what is free as an engine starts, while others take their parts: it only bounds,
+                # the number of tokens decides.
+                options |= {"mem_fraction_static": 0.92, "max_total_tokens": _cache_tokens(target, share, running)}
         else:
             options |= {
                 "device": "cpu", "dtype": "float32", "disable_cuda_graph": True, "max_running_requests": 16,
                 "max_total_tokens": 16384, "watchdog_timeout": 600,
             }  # fmt: skip
-        import sglang
-
         options |= overrides
-        self._low_water = options["max_running_requests"]
-        self._engine = sglang.Engine(**options)
+        # So many conversations are always there that a few wait in the scheduler while new prompts are tokenised here.
+        self._low_water = options["max_running_requests"] * 5 // 4
+        self._greedy = NEARLY_GREEDY if options["device"] == "cuda" else 0.0
+        self._engine = Engine(**options)
 
-    def converse(
-        self, groups: Iterable[list[Conversation]], finished: Callable[[int, list[Any]], None], total: int, label: str
-    ) -> None:
-        """The next group starts when fewer conversations are left than the engine can run, so it never idles."""
-        self._engine.loop.run_until_complete(self._converse(groups, finished, total, label))
+    def converse(self, groups: Iterable[Optional[Group]], finished: Finished, progress: Progress) -> None:
+        """The next group starts while the engine has some requests more than it can run, so it never idles."""
+        self._engine.loop.run_until_complete(self._converse(groups, finished, progress))
 
-    async def _converse(
-        self, groups: Iterable[list[Conversation]], finished: Callable[[int, list[Any]], None], total: int, label: str
-    ) -> None:
-        from tqdm import tqdm
-
+    async def _converse(self, groups: Iterable[Optional[Group]], finished: Finished, progress: Progress) -> None:
         running: set[asyncio.Task[Any]] = set()
         left = 0
 
@@ -151,27 +201,32 @@ class SglangTarget:
                     request = conversation.send(await self._reply(request))
             except StopIteration as end:
                 left -= 1
-                bar.update()
+                progress(1)
                 return end.value
 
-        async def group(index: int, conversations: list[Conversation]) -> None:
-            finished(index, list(await asyncio.gather(*(one(c) for c in conversations))))
+        async def hold(group: Group) -> None:
+            finished(group.name, list(await asyncio.gather(*(one(c) for c in group.conversations))))
 
-        with tqdm(total=total, desc=label, mininterval=2.0) as bar:
-            for index, conversations in enumerate(groups):
-                left += len(conversations)
-                running.add(asyncio.create_task(group(index, conversations)))
-                await asyncio.sleep(0)
-                while running and left > self._low_water:
-                    await asyncio.sleep(0.02)
-                    for task in [task for task in running if task.done()]:
-                        running.remove(task)
-                        task.result()  # raises what went wrong in it
-            await asyncio.gather(*running)
+        async def wait() -> None:
+            await asyncio.sleep(0.02)
+            for task in [task for task in running if task.done()]:
+                running.remove(task)
+                task.result()  # raises what went wrong in it
+
+        for group in groups:
+            if group is None:
+                await wait()
+                continue
+            left += len(group.conversations)
+            running.add(asyncio.create_task(hold(group)))
+            await asyncio.sleep(0)
+            while running and left > self._low_water:
+                await wait()
+        await asyncio.gather(*running)
 
     async def _reply(self, request: Request) -> Reply:
         sampling = {
-            "temperature": request.temperature, "max_new_tokens": request.max_new,
+            "temperature": request.temperature or self._greedy, "max_new_tokens": request.max_new,
             "stop_token_ids": sorted(request.stop_ids),
         }  # fmt: skip
         output = await self._engine.async_generate(input_ids=list(request.ids), sampling_params=sampling)
@@ -198,26 +253,25 @@ class TransformersTarget:
         dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(self._device).eval()
 
-    def converse(
-        self, groups: Iterable[list[Conversation]], finished: Callable[[int, list[Any]], None], total: int, label: str
-    ) -> None:
+    def converse(self, groups: Iterable[Optional[Group]], finished: Finished, progress: Progress) -> None:
         """Group by group; within a group, all first requests, then all second ones, and so on."""
-        from tqdm import tqdm
-
-        with tqdm(total=total, desc=label, mininterval=2.0) as bar:
-            for index, conversations in enumerate(groups):
-                results: list[Any] = [None] * len(conversations)
-                pending = {i: next(conversation) for i, conversation in enumerate(conversations)}
-                while pending:
-                    members = list(pending)
-                    for i, reply in zip(members, self._generate([pending[i] for i in members], label)):
-                        try:
-                            pending[i] = conversations[i].send(reply)
-                        except StopIteration as end:
-                            results[i] = end.value
-                            del pending[i]
-                            bar.update()
-                finished(index, results)
+        for group in groups:
+            if group is None:
+                time.sleep(0.02)
+                continue
+            conversations = group.conversations
+            results: list[Any] = [None] * len(conversations)
+            pending = {i: next(conversation) for i, conversation in enumerate(conversations)}
+            while pending:
+                members = list(pending)
+                for i, reply in zip(members, self._generate([pending[i] for i in members], group.name)):
+                    try:
+                        pending[i] = conversations[i].send(reply)
+                    except StopIteration as end:
+                        results[i] = end.value
+                        del pending[i]
+                        progress(1)
+            finished(group.name, results)
 
     def _generate(self, requests: Sequence[Request], label: str) -> list[Reply]:
         """Continue all prompts, those of similar length and like settings together."""

@@ -1,8 +1,8 @@
 """The training run: target and head in one step, a fixed schedule, logs, checkpoints, an orderly end.
 
 The step reads nothing back from the device; numbers are fetched at log intervals. What a run does follows from its settings
-and corpus alone (on a CPU bit by bit), except that ``--minutes`` first has to measure: the number of steps is then fixed and
-kept in the checkpoint.
+and corpus alone (on a CPU bit by bit), except that ``--minutes`` has to measure: see :mod:`sgl_peagle.train.schedule`. What it
+decided is in the log and the checkpoint, and a resumed run keeps to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -31,35 +30,19 @@ from sgl_peagle.train.export import export_eagle3, export_peagle
 from sgl_peagle.train.holdout import evaluate
 from sgl_peagle.train.losses import RowStats
 from sgl_peagle.train.model import Head, Shape
+from sgl_peagle.train.noise import with_noise
 from sgl_peagle.train.partition import LossSettings
 from sgl_peagle.train.rows import Ints
+from sgl_peagle.train.schedule import EVALUATIONS, Pace, Schedule
 from sgl_peagle.train.settings import Settings, check_resumed
 from sgl_peagle.train.target import Target
+from sgl_peagle.train.weights import Ema, make_optimizer, wearing
+from sgl_peagle.train.window import Window
 
 LOG = "train_log.jsonl"
 
-#: Steps over which ``--minutes`` measures the speed (the first ones compile and warm up).
-_MEASURE_FROM, _MEASURE_TO = 10, 40
-
-#: Warm-up while the length of the run is not known yet.
-_PROVISIONAL_WARMUP = 100
-
-#: Kept back for the last evaluation and the export: so many seconds, or this share of a short run.
-_RESERVE_SECONDS, _RESERVE_SHARE = 15.0, 0.1
-
 #: Documents whose states give ``mask_hidden`` and ``fc`` their scale.
 _START_DOCUMENTS = 16
-
-
-def lr_factor(step: int, total: Optional[int], warmup: float, final: float) -> float:
-    """Share of the peak learning rate at a step (from 0): linear warm-up, then a cosine down to ``final``."""
-    first = _PROVISIONAL_WARMUP if total is None else max(1, round(warmup * total))
-    if step < first:
-        return (step + 1) / first
-    if total is None:
-        return 1.0
-    done = min(1.0, (step - first) / max(1, total - 1 - first))
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class Trainer:
@@ -72,6 +55,7 @@ class Trainer:
         formats: What to export, of :data:`~sgl_peagle.train.export.FORMATS`.
         target_name: Hub id of the target, recorded in the head.
         echo: Where messages go.
+        clock: Seconds; for tests.
 
     Raises:
         PEagleError: Anything that would make the run useless, before it starts.
@@ -86,8 +70,9 @@ class Trainer:
         formats: tuple[str, ...] = ("peagle",),
         target_name: Optional[str] = None,
         echo: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.begin = time.monotonic()
+        self.clock, self.begin = clock, clock()
         self.settings, self.out, self.formats, self.target_name, self.echo = settings, out, formats, target_name, echo
         self._check_folder(resume)
         saved = checkpoint.load(out) if resume else None
@@ -102,7 +87,7 @@ class Trainer:
         vocab = self.target.config.vocab_size
         documents = Documents(corpus, settings.max_length, settings.strict, vocab, settings.mask_token_id)
         self.documents, self.held_out = split(documents, settings.holdout)
-        self.budget = row_budget(self.documents, settings.tokens_per_step, settings.cod)
+        self.budget = row_budget(self.documents, settings.seed, settings.tokens_per_step, settings.cod)
         self.per_epoch = len(self._order(0))
         self.identity = {"corpus_sha256": corpus.sha256, "target_sha256": self.target.sha256()}
         if saved is not None and saved["identity"] != self.identity:
@@ -124,7 +109,8 @@ class Trainer:
         self.head.start(self._some_aux(), self.target.norm.float().cpu(), random)
         self.head.to(self.device)
         self.loss = LossSettings(self.target.lm_head, settings.loss, settings.chunk, settings.compile_loss)
-        self.optimizer = self._optimizer()
+        self.optimizer = make_optimizer(self.head, settings.lr, settings.embedding_lr, settings.weight_decay)
+        self.ema = Ema(self.head, settings.ema) if settings.ema else None
         q_step, k_step = self._shapes()
         self.planner, words = choose(
             settings.attention, q_step, k_step, shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, self.device
@@ -132,10 +118,22 @@ class Trainer:
         self.echo(f"attention: {words}")
         torch.manual_seed(settings.seed)  # nothing in a step draws from it; if that changes, runs stay repeatable
         self.step = self.epoch = self.index = self.tokens_seen = 0
-        self.total: Optional[int] = self._planned_steps()
+        self.schedule = Schedule(settings.warmup, settings.final_lr, self._planned_steps())
+        self.plans: list[dict[str, Any]] = []
+        self.best: Optional[dict[str, Any]] = None
+        self.walked: Optional[dict[str, Any]] = None
         if saved is not None:
             self._restore(saved)
+        self.pace = Pace(
+            self.schedule, settings.minutes, self.begin, clock, self._sync, evaluates=bool(self.held_out),
+            eval_every=settings.eval_every, first=self.step, final=saved is not None and self.total is not None,
+        )  # fmt: skip
         self._stop: Optional[int] = None
+
+    @property
+    def total(self) -> Optional[int]:
+        """Steps of the run; None while unknown."""
+        return self.schedule.total
 
     # -- setting up ---------------------------------------------------------------------------------------------
 
@@ -164,8 +162,7 @@ class Trainer:
             )
 
     def _order(self, epoch: int) -> list[list[int]]:
-        s = self.settings
-        return epoch_order(self.documents, s.seed, epoch, s.tokens_per_step, self.budget, s.cod)
+        return epoch_order(self.documents, self.settings.seed, epoch, self.settings.tokens_per_step)
 
     def _planned_steps(self) -> Optional[int]:
         if self.settings.steps is not None:
@@ -185,16 +182,6 @@ class Trainer:
             parts.append(aux[torch.from_numpy(document.weight).to(self.device)].float().cpu())
         return torch.cat(parts)
 
-    def _optimizer(self) -> torch.optim.AdamW:
-        named = dict(self.head.named_parameters())
-        copied = named.pop("embed_tokens.weight", None)
-        groups: list[dict[str, Any]] = [{"params": list(named.values()), "peak": self.settings.lr}]
-        if copied is not None:  # it starts at a good point
-            groups.append({"params": [copied], "peak": self.settings.embedding_lr})
-        return torch.optim.AdamW(
-            groups, lr=self.settings.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=self.device.type == "cuda"
-        )
-
     def _shapes(self) -> tuple[int, int]:
         """What FlexAttention pads queries and keys to: the largest batch, so that one compilation serves the run."""
         if self.settings.method == "eagle3":
@@ -209,10 +196,15 @@ class Trainer:
     def _restore(self, saved: dict[str, Any]) -> None:
         self.head.load_state_dict(saved["head"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        for name in ("step", "epoch", "index", "tokens_seen"):
+        for name in ("step", "epoch", "index", "tokens_seen", "plans", "best"):
             setattr(self, name, saved[name])
-        if saved["total"] is not None:
-            self.total = saved["total"]
+        if self.ema is not None:
+            self.ema.restore(saved["ema"])
+        asked = self.total
+        if saved["schedule"]["total"] is not None:
+            self.schedule.restore(saved["schedule"])
+        if asked is not None and asked != self.total:
+            self.echo(f"the run goes on to the {self.total} steps that it was planned with, not {asked}")
         torch.set_rng_state(saved["rng"])
 
     def save(self) -> None:
@@ -228,7 +220,10 @@ class Trainer:
                 "epoch": self.epoch,
                 "index": self.index,
                 "tokens_seen": self.tokens_seen,
-                "total": self.total,
+                "schedule": self.schedule.state(),
+                "plans": self.plans,
+                "best": self.best,
+                "ema": self.ema.weights if self.ema is not None else None,
                 "rng": torch.get_rng_state(),
             },
         )
@@ -238,6 +233,7 @@ class Trainer:
     def backward(self, batch: Batch) -> tuple[Ints, RowStats]:
         """Accumulate the gradient of one batch; the depth of every judged row, and what is known of the rows."""
         states = self.target.read(to_device(batch.tokens, self.device))
+        states = with_noise(states, batch, self.settings.noise, self.head.aux_scale, self.settings.seed, self.epoch)
         if self.settings.method == "eagle3":
             return eagle3.loss_and_backward(self.head, batch, states, self.planner, self.loss, self.settings.depths)
         return partition.loss_and_backward(
@@ -249,10 +245,12 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         result = self.backward(batch)
         nn.utils.clip_grad_norm_(self.head.parameters(), self.settings.clip)
-        factor = lr_factor(self.step, self.total, self.settings.warmup, self.settings.final_lr)
+        factor = self.schedule.factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(self.step + 1)
         return result
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
@@ -271,8 +269,8 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         before = self._catch_signals()
         s = self.settings
-        feed = Feed(self.documents, s.seed, s.tokens_per_step, self.budget, s.cod, self.epoch, self.index)
-        window = _Window(s.depths, self.device)
+        feed = Feed(self.documents, s.seed, s.tokens_per_step, s.cod, self.epoch, self.index)
+        window = Window(s.depths, self.device)
         bar = tqdm(total=self.total, initial=self.step, desc=s.method, unit="step", mininterval=1.0, dynamic_ncols=True)
         try:
             self._loop(feed, window, bar, on_step)
@@ -287,13 +285,12 @@ class Trainer:
             return self._stop
         if self.held_out:
             self._evaluate()
+            self.save()
         self._export()
         return None
 
-    def _loop(self, feed: Feed, window: "_Window", bar: Any, on_step: Optional[Callable[[int], None]]) -> None:
+    def _loop(self, feed: Feed, window: "Window", bar: Any, on_step: Optional[Callable[[int], None]]) -> None:
         s = self.settings
-        measured = 0.0
-        first = self.step
         while (self.total is None or self.step < self.total) and self._stop is None and not self._out_of_time():
             self.epoch, self.index, self.per_epoch, batch = feed.next()
             depths, stats = self.update(batch)
@@ -301,8 +298,7 @@ class Trainer:
             self.step, self.index = self.step + 1, self.index + 1
             self.tokens_seen += batch.text_tokens
             bar.update()
-            if self.total is None and self.step - first in (_MEASURE_FROM, _MEASURE_TO):
-                measured = self._measure(measured, self.step - first == _MEASURE_FROM, bar)
+            self._plan(bar)
             if self.step % s.log_every == 0 or self.step == self.total:
                 self._log(window, bar)
             if self.step % s.checkpoint_every == 0:
@@ -320,50 +316,56 @@ class Trainer:
             number: signal.signal(number, lambda n, _frame: self.interrupt(n)) for number in (signal.SIGINT, signal.SIGTERM)
         }
 
-    def _deadline(self) -> float:
-        seconds = (self.settings.minutes or 0.0) * 60
-        return self.begin + seconds - min(_RESERVE_SECONDS, _RESERVE_SHARE * seconds)
-
     def _out_of_time(self) -> bool:
-        if self.settings.minutes is None or time.monotonic() < self._deadline():
+        if not self.pace.out_of_time():
             return False
         if self.total is not None and self.step < self.total:
             self.echo(f"time is up after step {self.step} of {self.total}")
         return True
 
-    def _measure(self, since: float, starting: bool, bar: Any) -> float:
-        """Fix the number of steps from the speed of a few."""
+    def _sync(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        now = time.monotonic()
-        if starting:
-            return now
-        each = (now - since) / (_MEASURE_TO - _MEASURE_FROM)
-        left = (self._deadline() - now) * (0.93 if self.held_out else 0.98)  # evaluations on the way take their share
-        self.total = bar.total = self.step + max(1, int(left / each))
+
+    def _plan(self, bar: Any) -> None:
+        """Let ``--minutes`` fix or revise the number of steps."""
+        plan = self.pace.after_step(self.step)
+        if plan is None:
+            return
+        self.plans.append({"step": self.step, **plan})
+        self._write({"step": self.step, "plan": plan})
+        bar.total = self.total
         bar.refresh()
-        self.echo(f"{each * 1000:.0f} ms a step: {self.total} steps fit into {self.settings.minutes} minutes")
-        return now
+        was = "" if plan["before"] is None else f", not {plan['before']}"
+        self.echo(f"{plan['step_ms']:.0f} ms a step: {self.total} steps fit into {self.settings.minutes} minutes{was}")
 
     def _time_to_evaluate(self) -> bool:
-        every = self.settings.eval_every or (self.total and max(1, math.ceil(self.total / 8)))
+        every = self.settings.eval_every or (self.total and max(1, math.ceil(self.total / EVALUATIONS)))
         return bool(every) and self.step % every == 0
 
     def _evaluate(self) -> None:
-        s = self.settings
-        result = evaluate(
-            self.head, self.held_out, self.target, self.planner, s.depths, method=s.method, row_budget=self.budget
-        )
+        """Measure the weights that would be exported now, and keep them if they are the best so far."""
+        s, k, begin = self.settings, self.settings.quoted, self.clock()
+        weights = self.ema.weights if self.ema is not None else None
+        with wearing(self.head, weights):
+            result = evaluate(
+                self.head, self.held_out, self.target, self.planner, s.depths, method=s.method, row_budget=self.budget
+            )
+            self.walked = {"step": self.step, "walk": result["walk"][k - 1]}
+            if self.best is None or self.walked["walk"] >= self.best["walk"]:  # of equals the one that annealed longer
+                self.best = dict(self.walked)
+                if s.select == "best":
+                    self.best["weights"] = {n: p.detach().cpu().clone() for n, p in self.head.named_parameters()}
+        self.pace.evaluated(self.clock() - begin)
         self._write({"step": self.step, "holdout": result})
-        k = min(7, s.depths)
         tqdm.write(
             f"step {self.step}: held out, K={k}: walk {result['walk'][k - 1]:.3f}, all anchors "
             f"{result['all_anchors'][k - 1]:.3f}, accuracy {' '.join(f'{a:.2f}' for a in result['accuracy'])}"
         )
 
-    def _log(self, window: "_Window", bar: Any) -> None:
+    def _log(self, window: "Window", bar: Any) -> None:
         numbers = window.take()
-        factor = lr_factor(self.step - 1, self.total, self.settings.warmup, self.settings.final_lr)
+        factor = self.schedule.factor(self.step - 1)
         line = {
             "step": self.step,
             "total": self.total,
@@ -372,7 +374,7 @@ class Trainer:
             "lr": self.settings.lr * factor,
             "tokens": self.tokens_seen,
             "peak_memory_gb": round(_peak_memory(self.device) / 1e9, 3),
-            "seconds": round(time.monotonic() - self.begin, 1),
+            "seconds": round(self.clock() - self.begin, 1),
         }
         self._write(line)
         if not math.isfinite(numbers["loss"]):
@@ -396,7 +398,7 @@ class Trainer:
     def record(self) -> dict[str, Any]:
         """How the head came to be, without anything that names this machine."""
         s = self.settings
-        skipped = {"target", "corpus", "device", "log_every", "checkpoint_every", "eval_every", "attention"}
+        skipped = {"target", "corpus", "device", "log_every", "checkpoint_every", "eval_every", "attention", "served"}
         return {
             "tool": f"sgl-peagle {__version__}",
             **{name: value for name, value in s.as_json().items() if name not in skipped and value is not None},
@@ -406,15 +408,35 @@ class Trainer:
             "documents": len(self.documents),
             "steps_done": self.step,
             "steps_planned": self.total,
+            "plans": self.plans,
+            "exported_step": self._chosen()["step"],
+            "holdout": self._held_out(),
             "epochs_done": round(self.epoch + self.index / self.per_epoch, 3),
             "tokens_seen": self.tokens_seen,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
         }
 
+    def _chosen(self) -> dict[str, Any]:
+        """The step whose weights are exported, and the weights where they are not the head's own."""
+        if self.settings.select == "best" and self.best is not None:
+            return self.best
+        return {"step": self.step, "weights": self.ema.weights if self.ema is not None else None}
+
+    def _held_out(self) -> Optional[dict[str, Any]]:
+        if self.walked is None or self.best is None:
+            return None
+        return {
+            "documents": len(self.held_out),
+            "k": self.settings.quoted,
+            "last": self.walked,
+            "best": {name: self.best[name] for name in ("step", "walk")},
+        }
+
     def _export(self) -> None:
-        s, name = self.settings, self.target_name or self.target.public_name
-        layers = self.target.aux_layer_ids
+        s, name, record = self.settings, self.target_name or self.target.public_name, self.record()
+        layers, chosen = self.target.aux_layer_ids, self._chosen()
+        self._write({"step": self.step, "exported_step": chosen["step"], "select": s.select, "of": record["holdout"]})
         for to in self.formats if s.method == "peagle" else ("eagle3",):
             folder = self.out / ("head" if to in ("peagle", "eagle3") else f"head-{to}")
             if folder.exists():  # from an earlier end of this run: kept, under another name if training went on
@@ -423,60 +445,16 @@ class Trainer:
                     self.echo(f"{folder} is there already")
                     continue
                 folder.rename(folder.with_name(f"{folder.name}-step{done}"))
-            if s.method == "eagle3":
-                export_eagle3(self.head, folder, aux_layer_ids=layers, record=self.record())
-            else:
-                export_peagle(
-                    self.head, self.target.lm_head, folder, to=to, depths=s.depths, aux_layer_ids=layers,
-                    record=self.record(), target=s.target, target_name=name,
-                )  # fmt: skip
+            with wearing(self.head, chosen["weights"]):
+                if s.method == "eagle3":
+                    export_eagle3(self.head, folder, aux_layer_ids=layers, record=record)
+                else:
+                    export_peagle(
+                        self.head, self.target.lm_head, folder, to=to, depths=s.depths, aux_layer_ids=layers,
+                        record=record, target=s.target, target_name=name,
+                    )  # fmt: skip
             size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-            self.echo(f"wrote {folder} ({to}, {size:.1f} MB)")
-
-
-class _Window:
-    """Sums over the steps since the last log line, on the device."""
-
-    def __init__(self, depths: int, device: torch.device) -> None:
-        self.depths, self.device = depths, device
-        self._clear()
-
-    def _clear(self) -> None:
-        self._sums = torch.zeros(2, self.depths, device=self.device)
-        self._counts = np.zeros(self.depths)
-        self._tokens, self._since, self._rows, self._steps = 0, time.monotonic(), 0, 0
-
-    def add(self, depths: Ints, stats: RowStats, batch: Batch) -> None:
-        """Count one step's rows (nothing is read back)."""
-        index = to_device(depths, self.device)
-        self._sums[0].index_add_(0, index, stats.loss)
-        self._sums[1].index_add_(0, index, stats.hit.float())
-        self._counts += np.bincount(depths, minlength=self.depths)
-        self._tokens += batch.text_tokens
-        self._rows += len(depths)
-        self._steps += 1
-
-    def pause(self, call: Callable[[], None]) -> None:
-        """Leave the time of a call out of the throughput."""
-        begin = time.monotonic()
-        call()
-        self._since += time.monotonic() - begin
-
-    def take(self) -> dict[str, Any]:
-        """Means since the last call: loss, its value and the accuracy by depth, and the throughput."""
-        loss, hits = self._sums.double().cpu().numpy()
-        counts = np.maximum(self._counts, 1)
-        seconds = max(time.monotonic() - self._since, 1e-9)
-        numbers = {
-            "loss": round(float(loss.sum() / counts.sum()), 5),
-            "loss_by_depth": (loss / counts).round(4).tolist(),
-            "accuracy": (hits / counts).round(4).tolist(),
-            "tokens_per_second": round(self._tokens / seconds, 1),
-            "rows_per_step": round(self._rows / max(1, self._steps)),
-            "step_ms": round(seconds * 1000 / max(1, self._steps), 1),
-        }
-        self._clear()
-        return numbers
+            self.echo(f"wrote {folder} ({to}, step {chosen['step']}, {size:.1f} MB)")
 
 
 def _device(name: str) -> torch.device:

@@ -17,23 +17,23 @@ import hashlib
 import json
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, Optional
 
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.train import synthesis
 from sgl_peagle.train.chat import ChatFormat
+from sgl_peagle.train.conversations import Document, Job, Speaker, Task, context_length
 from sgl_peagle.train.corpus import Corpus
-from sgl_peagle.train.filters import HeldOut, cut_loop, loop_start, prompt_fault
-from sgl_peagle.train.generate import Conversation, Reply, Request, Target, converse_once, start
+from sgl_peagle.train.crew import Alone, Crew
+from sgl_peagle.train.filters import HeldOut
+from sgl_peagle.train.generate import start
 from sgl_peagle.train.prompts import Prompt
 from sgl_peagle.train.stdlib_code import LONG_CODE
 
 #: Temperature of sampled answers and evaluation sets.
 SAMPLED = 0.7
-#: Share of training conversations that get a second user turn, sampled from the target.
-SECOND_TURNS = 0.2
 #: Sources whose prompts are answered twice: greedily and sampled.
 ANSWERED_TWICE = ("synthetic", "gsm8k")
 
@@ -62,32 +62,7 @@ class Settings:
     gsm8k_test: int = 200
     max_new_tokens: int = 512
     mask_token_id: int = 16
-    shard: int = 2048
-
-
-@dataclass
-class Document:
-    """One conversation as ids, with the spans that the target generated (start and end of each)."""
-
-    ids: list[int]
-    spans: list[tuple[int, int]]
-    source: str
-    kind: str
-    temperature: float
-    ended: bool
-    events: list[str] = field(default_factory=list)
-
-    def marks(self) -> list[bool]:
-        """Whether the target generated each id."""
-        marks = [False] * len(self.ids)
-        for begin, end in self.spans:
-            marks[begin:end] = [True] * (end - begin)
-        return marks
-
-    @property
-    def loops(self) -> bool:
-        """Whether any answer holds a loop."""
-        return any(loop_start(self.ids[begin:end]) is not None for begin, end in self.spans)
+    shard: int = 512
 
 
 class Run:
@@ -96,50 +71,42 @@ class Run:
     def __init__(
         self, out: Path, target: Path, settings: Settings, sources: synthesis.Sources, *,
         minutes: Optional[float] = None, begun: Optional[float] = None, engine: Optional[dict[str, Any]] = None,
-        evaluate: bool = True,
+        evaluate: bool = True, crew: Optional[Crew] = None,
     ) -> None:  # fmt: skip
-        self.out, self.target_folder, self.settings, self.sources = out, target, settings, sources
+        self.out, self.settings, self.sources = out, settings, sources
         self._begun = time.monotonic() if begun is None else begun
         self._deadline = None if minutes is None else self._begun + 60 * minutes
-        self._engine = engine or {}
         self._evaluate_too = evaluate
-        self._target: Optional[Target] = None
+        self._answered: dict[int, list[Document]] = {}
         _claim(out, settings)
         self.chat = ChatFormat.of(target)
-        self._context = _context_length(target)
+        self._context = context_length(target)
+        self.speaker = Speaker(self.chat, self._context, settings.max_new_tokens)
         if settings.mask_token_id in self.chat.eos:
             raise PEagleError(
                 f"mask token id {settings.mask_token_id} ends the target's turns",
                 "it occurs in every answer",
                 "give the head's MASK id, one that never occurs in text",
             )
+        backend, seed, options = settings.backend, settings.seed, engine or {}
+        self.crew = crew or Alone(lambda: start(backend, target, seed=seed, context=self._context, **options))
+        self.crew.begin(self.speaker, self._note)
 
     def everything(self) -> Path:
         """All stages that are not done yet; returns the folder of the training corpus."""
         try:
             train, tune = self.prompts()
-            held_out = HeldOut(turn for p in [*self.sources.held_out_prompts, *tune] for turn in p.turns)
-            if self._evaluate_too:
-                self.evaluation(tune)
-            self.responses(train, held_out)
+            self.crew.hold_out(HeldOut(turn for p in [*self.sources.held_out_prompts, *tune] for turn in p.turns))
+            self.answers(train, tune)
+            return self.corpus(train)
         finally:
-            if self._target is not None:
-                self._target.close()
-        return self.corpus(train)
-
-    def target(self) -> Target:
-        """The running target, started when first needed."""
-        if self._target is None:
-            self._note("starting the target")
-            s = self.settings
-            self._target = start(s.backend, self.target_folder, seed=s.seed, context=self._context, **self._engine)
-            self._note(f"target is ready ({self._target.name})")
-        return self._target
+            self.crew.close()
 
     def _note(self, text: str) -> None:
         print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
 
-    def _fits(self, prompt: Prompt) -> bool:
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether a prompt and its answer fit into the target's context."""
         if len(prompt.text.encode()) + len(prompt.system or "") + 256 + self.settings.max_new_tokens <= self._context:
             return True  # a token has at least a byte: no need to count
         return len(self.chat.prompt(prompt.messages())) + self.settings.max_new_tokens <= self._context
@@ -150,13 +117,20 @@ class Run:
         """(training prompts in a random order, synthetic ones kept for tuning)."""
         file = self.out / "stages" / "prompts.json"
         if not file.is_file():
-            found = synthesis.gather(self.settings, self.sources, self.chat, self.target)
-            found.train = self._keep(found.train, self._fits, found.dropped, "too long for the context")
+            found = synthesis.gather(self.settings, self.sources, self.chat, self._all)
+            self._note("prompts are gathered")
+            found.train = self._keep(found.train, self.fits, found.dropped, "too long for the context")
             _write_json(file, asdict(found))
         stored = json.loads(file.read_text())
         train, tune = ([_prompt(row) for row in stored[name]] for name in ("train", "tune"))
         self._note(f"{len(train)} training prompts, {len(tune)} for tuning; dropped: {stored['dropped']}")
         return train, tune
+
+    def _all(self, jobs: list[Job], label: str) -> dict[str, list[Any]]:
+        """The results of jobs by their names."""
+        results: dict[str, list[Any]] = {}
+        self.crew.work(iter(jobs), results.__setitem__, sum(len(job.tasks) for job in jobs), label)
+        return results
 
     @staticmethod
     def _keep(
@@ -167,86 +141,43 @@ class Run:
             dropped[reason] = dropped.get(reason, 0) + len(prompts) - len(kept)
         return kept
 
-    # -- evaluation ---------------------------------------------------------------------------------------------------
+    # -- answers ------------------------------------------------------------------------------------------------------
 
-    def evaluation(self, tune: list[Prompt]) -> None:
-        """Answer the evaluation prompts, greedily and sampled, and write one corpus for each set and temperature."""
-        sets = dict(self.sources.evaluation_sets)
-        if self.settings.long_code:
-            sets[LONG_CODE] = self.sources.long_code(self.settings.long_code, self.chat.counts)
-        if tune:
-            sets["tune"] = tune
-        wanted: list[tuple[str, float, Prompt]] = []
-        for name, prompts in sets.items():
-            for temperature in (0.0, SAMPLED):
-                if not self._eval_folder(name, temperature).exists():
-                    wanted += [(name, temperature, prompt) for prompt in prompts if self._fits(prompt)]
-        if not wanted:
-            return
-        conversations = [self._evaluate(prompt, temperature) for _, temperature, prompt in wanted]
-        documents: list[Document] = converse_once(self.target(), conversations, "evaluation answers")
-        groups: dict[tuple[str, float], list[Document]] = {}
-        for (name, temperature, _), document in zip(wanted, documents):
-            groups.setdefault((name, temperature), []).append(document)
-        for (name, temperature), members in groups.items():
-            kept = [d for d in members if self.settings.mask_token_id not in d.ids and d.spans]
-            skipped = len(sets[name]) - len(kept)
-            manifest = self._manifest() | {
-                "set": name, "temperature": temperature, "prompts": len(sets[name]), "left_out": skipped,
-                "documents": len(kept), "assistant_tokens": sum(e - b for d in kept for b, e in d.spans),
-                "kinds": [d.kind for d in kept], "loops": [d.loops for d in kept], "ended": [d.ended for d in kept],
-            }  # fmt: skip
-            if kept:
-                Corpus.of(((d.ids, d.marks()) for d in kept), manifest).write(self._eval_folder(name, temperature))
-        self._note(f"evaluation sets written: {', '.join(sorted(sets))}")
-
-    def _eval_folder(self, name: str, temperature: float) -> Path:
-        return self.out / "eval" / (name if temperature == 0 else f"{name}-t{temperature:g}")
-
-    def _evaluate(self, prompt: Prompt, temperature: float) -> Conversation:
-        """All turns of a prompt, loops included."""
-        ids, ended = self.chat.prompt(prompt.messages()), False
-        document = Document([], [], prompt.source, prompt.kind, temperature, False)
-        for turn in range(len(prompt.turns)):
-            if turn:
-                ids = ids + self.chat.next_turn(prompt.turns[turn], ended=ended)
-                if len(ids) + self.settings.max_new_tokens > self._context:
-                    break
-            reply: Reply = yield self._request(ids, temperature)
-            document.spans.append((len(ids), len(ids) + len(reply.ids)))
-            ids, ended = ids + reply.ids, reply.ended
-            document.ids, document.ended = ids, ended
-        return document
-
-    def _request(self, ids: list[int], temperature: float) -> Request:
-        return Request(ids, self.settings.max_new_tokens, self.chat.eos, temperature)
-
-    # -- training answers ---------------------------------------------------------------------------------------------
-
-    def responses(self, train: list[Prompt], held_out: HeldOut) -> None:
-        """Answer the training prompts shard by shard, until the time is up."""
+    def answers(self, train: list[Prompt], tune: list[Prompt]) -> None:
+        """Answer the evaluation prompts, then the training prompts; write each set and each shard as it is complete."""
+        evaluation = _Evaluation(self, tune) if self._evaluate_too else None
         shards = self._shards(train)
         todo = [i for i in range(len(shards)) if not self._shard_file(i).exists()]
-        if not todo or (self.out / "train").exists():
-            return
-        started: list[int] = []
+        if (self.out / "train").exists():
+            todo = []
+        names = {f"responses {i:04d}": i for i in todo}
+        jobs = evaluation.jobs if evaluation else []
 
-        def groups() -> Iterator[list[Conversation]]:
+        def finished(name: str, documents: list[Document]) -> None:
+            if name in names:
+                rows = (json.dumps(vars(document), separators=(",", ":")) for document in documents)
+                _write(self._shard_file(names[name]), "".join(row + "\n" for row in rows))
+                self._answered[names[name]] = documents
+            elif evaluation is not None:
+                evaluation.finished(name, documents)
+
+        def all_jobs() -> Iterator[Job]:
+            yield from jobs
             for number, index in enumerate(todo):
                 any_there = number > 0 or len(todo) < len(shards)
                 if any_there and self._deadline is not None and time.monotonic() > self._deadline:
                     self._note(f"time is up: {len(todo) - number} of {len(shards)} shards are left out")
                     return
-                started.append(index)
-                yield [self._answer(prompt, temperature, held_out) for prompt, temperature in shards[index]]
+                yield Job(f"responses {index:04d}", [Task("answer", "", p, t) for p, t in shards[index]])
 
-        def finished(group: int, documents: list[Document]) -> None:
-            rows = (json.dumps(vars(document), separators=(",", ":")) for document in documents)
-            _write(self._shard_file(started[group]), "".join(row + "\n" for row in rows))
+        total = sum(len(job.tasks) for job in jobs) + sum(len(shards[i]) for i in todo)
+        if total:
+            self.crew.work(all_jobs(), finished, total, "answers")
+            self._note("answers are there")
 
-        total = sum(len(shards[i]) for i in todo)
-        self.target().converse(groups(), finished, total, "training answers")
-        self._note("training answers are there")
+    def eval_folder(self, name: str, temperature: float) -> Path:
+        """Where an evaluation set's answers are written."""
+        return self.out / "eval" / (name if temperature == 0 else f"{name}-t{temperature:g}")
 
     def _shards(self, train: list[Prompt]) -> list[list[tuple[Prompt, float]]]:
         """(prompt, temperature) in a random order that mixes sources, cut into shards."""
@@ -264,42 +195,11 @@ class Run:
     def _shard_file(self, index: int) -> Path:
         return self.out / "stages" / f"responses-{index:04d}.jsonl"
 
-    def _answer(self, prompt: Prompt, temperature: float, held_out: HeldOut) -> Conversation:
-        """The answer without its loop, and perhaps a second turn; a document without spans is one to be dropped."""
-        ids = self.chat.prompt(prompt.messages())
-        document = Document(ids, [], prompt.source, prompt.kind, temperature, False)
-        reply = yield self._request(ids, temperature)
-        if not self._append(document, reply):
-            return document
-        lot = int(hashlib.sha256(f"turn {prompt.key} {temperature}".encode()).hexdigest()[:8], 16) / 2**32
-        room = self._context - len(document.ids) - self.settings.max_new_tokens - 2 * synthesis.MOST_SAMPLED
-        if lot >= SECOND_TURNS or not reply.ended or "loop cut" in document.events or room < 0:
-            return document
-        sampled = yield synthesis.user_turn(document.ids + self.chat.reopened_user(), self.chat)
-        user = self.chat.user_text(sampled.ids)
-        fault = prompt_fault(user, self.chat.count(user), self.chat.special_texts)
-        if not sampled.ended or fault is not None or held_out.overlaps(user):
-            document.events.append("second turn refused")
-            return document
-        document.events.append("second turn")
-        before = document.ids
-        document.ids = before + self.chat.next_turn(user, ended=True)
-        reply = yield self._request(document.ids, temperature)
-        if not self._append(document, reply):
-            document.ids = before
-        return document
-
-    def _append(self, document: Document, reply: Reply) -> bool:
-        """Add a reply up to its loop; False if nothing is left of it."""
-        kept, outcome = cut_loop(reply.ids)
-        if outcome != "whole":
-            document.events.append(f"loop {outcome}")
-        if not kept:
-            return False
-        document.spans.append((len(document.ids), len(document.ids) + len(kept)))
-        document.ids = document.ids + kept
-        document.ended = reply.ended and outcome == "whole"
-        return True
+    def _shard(self, index: int) -> list[Document]:
+        """A shard's documents, read only if an earlier run made them."""
+        if index not in self._answered:
+            self._answered[index] = [_document(line) for line in self._shard_file(index).read_text().splitlines()]
+        return self._answered[index]
 
     # -- corpus -------------------------------------------------------------------------------------------------------
 
@@ -310,16 +210,16 @@ class Run:
             self._note(f"{folder} is there already")
             return folder
         shards = self._shards(train)
-        files = [self._shard_file(i) for i in range(len(shards)) if self._shard_file(i).exists()]
-        documents = [_document(line) for file in files for line in file.read_text().splitlines()]
+        there = [i for i in range(len(shards)) if self._shard_file(i).exists()]
+        documents = [document for i in there for document in self._shard(i)]
         counts: Counter[str] = Counter(event for document in documents for event in document.events)
         good = [d for d in documents if d.spans]
         clean = [d for d in good if self.settings.mask_token_id not in d.ids]
         counts["MASK id in document, dropped"] = len(good) - len(clean)
         counts["no answer left, dropped"] = len(documents) - len(good)
         stored = json.loads((self.out / "stages" / "prompts.json").read_text())
-        manifest = self._manifest() | {
-            "shards": len(files), "shards_planned": len(shards), "documents": len(clean),
+        manifest = self.manifest() | {
+            "shards": len(there), "shards_planned": len(shards), "documents": len(clean),
             "assistant_tokens": sum(e - b for d in clean for b, e in d.spans),
             "tokens": sum(len(d.ids) for d in clean),
             "ended_by_the_target": sum(d.ended for d in clean),
@@ -332,8 +232,53 @@ class Run:
         self._note(f"{folder}: {len(clean)} documents, {manifest['assistant_tokens']} assistant tokens")
         return folder
 
-    def _manifest(self) -> dict[str, Any]:
+    def manifest(self) -> dict[str, Any]:
+        """What every corpus of this run says of itself."""
         return {"made_by": "sgl-peagle train data", "settings": asdict(self.settings)}
+
+
+class _Evaluation:
+    """The evaluation sets that are to be answered: their jobs, and the corpora that come of them."""
+
+    def __init__(self, run: Run, tune: list[Prompt]) -> None:
+        self._run = run
+        self._sets = dict(run.sources.evaluation_sets)
+        if run.settings.long_code:
+            self._sets[LONG_CODE] = run.sources.long_code(run.settings.long_code, run.chat.counts)
+        if tune:
+            self._sets["tune"] = tune
+        self.jobs: list[Job] = []
+        self._job: dict[str, tuple[str, float]] = {}  # a job's name -> set and temperature
+        self._found: dict[str, list[Document]] = {}
+        size = run.settings.shard
+        for name, prompts in self._sets.items():
+            for temperature in (0.0, SAMPLED):
+                fitting = [prompt for prompt in prompts if run.fits(prompt)]
+                if run.eval_folder(name, temperature).exists():
+                    continue
+                for i in range(0, len(fitting), size):
+                    tasks = [Task("evaluate", "", prompt, temperature) for prompt in fitting[i : i + size]]
+                    self.jobs.append(Job(f"evaluation {name} {temperature:g} {i // size:04d}", tasks))
+                    self._job[self.jobs[-1].name] = (name, temperature)
+
+    def finished(self, job: str, documents: list[Document]) -> None:
+        """Keep a job's answers, and write the set if it is complete."""
+        self._found[job] = documents
+        parts = [other for other in self._job if self._job[other] == self._job[job]]
+        if all(part in self._found for part in parts):
+            self._write(*self._job[job], [d for part in parts for d in self._found.pop(part)])
+
+    def _write(self, name: str, temperature: float, documents: list[Document]) -> None:
+        kept = [d for d in documents if self._run.settings.mask_token_id not in d.ids and d.spans]
+        if not kept:
+            return
+        manifest = self._run.manifest() | {
+            "set": name, "temperature": temperature, "prompts": len(self._sets[name]),
+            "left_out": len(self._sets[name]) - len(kept),
+            "documents": len(kept), "assistant_tokens": sum(e - b for d in kept for b, e in d.spans),
+            "kinds": [d.kind for d in kept], "loops": [d.loops for d in kept], "ended": [d.ended for d in kept],
+        }  # fmt: skip
+        Corpus.of(((d.ids, d.marks()) for d in kept), manifest).write(self._run.eval_folder(name, temperature))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -381,11 +326,6 @@ def _claim(out: Path, settings: Settings) -> None:
     if out.exists() and any(out.iterdir()):
         raise PEagleError(f"{out} is not empty", "nothing of yours is overwritten", "choose another folder")
     _write_json(file, asdict(settings))
-
-
-def _context_length(target: Path) -> int:
-    config = json.loads((target / "config.json").read_text())
-    return int(config.get("max_position_embeddings") or 8192)
 
 
 def target_hash(target: Path) -> str:

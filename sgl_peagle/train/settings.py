@@ -13,6 +13,10 @@ from sgl_peagle.train.rows import Cod
 
 METHODS = ("peagle", "eagle3")
 ATTENTION = ("auto", "flex", "sdpa")
+SELECT = ("last", "best")
+
+#: Drafts per round that held-out acceptance is quoted at, unless fewer are trained.
+SERVED = 7
 
 #: What may differ between the first part of a run and its resumption: none of it changes the weights on a given device.
 FREE_ON_RESUME = ("device", "steps", "epochs", "minutes", "log_every", "checkpoint_every", "eval_every")
@@ -35,6 +39,9 @@ class Settings:
         lr, embedding_lr: Peak learning rates; the second for a trained copy of the embedding.
         warmup, final_lr: Share of the steps that warm up; share of the peak at the end of the cosine.
         clip: Largest norm of the gradient.
+        weight_decay: AdamW's, of matrices; norms, MASK row, ``mask_hidden`` and embedding never decay.
+        noise: Half the width of uniform noise on the hidden states that are fed, in units of each channel's scale.
+        ema: Decay of the weights' running mean, which is then evaluated and exported; 0: the weights themselves.
         steps, epochs, minutes: Length of the run; exactly one is given.
         tokens_per_step: Tokens of text in a step.
         max_length: Documents are cut to so many tokens.
@@ -44,6 +51,8 @@ class Settings:
         chunk: Rows whose logits exist at once.
         compile_loss: Fuse the passes over the logits with torch.compile.
         eval_every: Steps between evaluations; None for an eighth of the run.
+        select: Which weights are exported: of the ``last`` step, or of the evaluation with the ``best`` walk.
+        served: Drafts per round at which the walk is quoted and compared; None: 7, or ``depths`` if fewer.
     """
 
     target: str
@@ -63,6 +72,9 @@ class Settings:
     warmup: float = 0.03
     final_lr: float = 0.02
     clip: float = 1.0
+    weight_decay: float = 0.0
+    noise: float = 0.0
+    ema: float = 0.0
     steps: Optional[int] = None
     epochs: Optional[float] = None
     minutes: Optional[float] = None
@@ -79,11 +91,13 @@ class Settings:
     log_every: int = 20
     checkpoint_every: int = 1000
     eval_every: Optional[int] = None
+    select: str = "last"
+    served: Optional[int] = None
 
     def __post_init__(self) -> None:
         for name, known in (
             ("method", METHODS), ("embedding", EMBEDDINGS), ("loss", KINDS), ("attention", ATTENTION),
-            ("partition", PARTITIONS),
+            ("partition", PARTITIONS), ("select", SELECT),
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 _refuse(f"{name} is {getattr(self, name)!r}", "it is not known", f"use one of {', '.join(known)}")
@@ -101,6 +115,17 @@ class Settings:
             )
         if not self.lr > 0 or not self.embedding_lr > 0 or not self.clip > 0:
             _refuse("a learning rate or the clip is not positive", "nothing would be learned", "correct it")
+        self._check_regularisers()
+        if self.eval_every is not None and self.eval_every < 1:
+            _refuse(f"eval_every is {self.eval_every}", "it counts steps", "give at least 1, or leave it out")
+        if self.select == "best" and not self.holdout:
+            _refuse("select is 'best' without held-out documents", "nothing says which step is best", "give --holdout")
+        if self.served is not None and not 1 <= self.served <= self.depths:
+            _refuse(
+                f"served is {self.served} with {self.depths} trained depths",
+                "an evaluation runs the trained depths",
+                f"use 1 ... {self.depths}",
+            )
         given = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
         if len(given) != 1:
             what = f"{' and '.join(given)} are given" if given else "the length of the run is not given"
@@ -108,6 +133,22 @@ class Settings:
         if getattr(self, given[0]) <= 0:
             _refuse(f"{given[0]} is {getattr(self, given[0])}", "nothing would be trained", "give a positive number")
         self._check_method()
+
+    def _check_regularisers(self) -> None:
+        if not 0 <= self.weight_decay <= 1:
+            _refuse(
+                f"weight_decay is {self.weight_decay}",
+                "a step shrinks the matrices by its product with the learning rate",
+                "use 0 (off) ... 1, for example 0.1",
+            )
+        if not 0 <= self.noise <= 1:
+            _refuse(
+                f"noise is {self.noise}",
+                "it is in units of each channel's scale: more than 1 would drown it",
+                "use 0 (off) ... 1, for example 0.05",
+            )
+        if not 0 <= self.ema < 1:
+            _refuse(f"ema is {self.ema}", "it is the share of the mean that a step keeps", "use 0 (off) or, say, 0.999")
 
     def _check_method(self) -> None:
         if self.method == "peagle":
@@ -139,6 +180,11 @@ class Settings:
     def cod(self) -> Cod:
         """Sampling of rows; EAGLE-3 has next-token rows only, and unrolls them."""
         return Cod(self.depths if self.method == "peagle" else 1, self.cod_ratio, self.cod_floor)
+
+    @property
+    def quoted(self) -> int:
+        """K at which held-out acceptance is quoted."""
+        return self.served or min(SERVED, self.depths)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -78,6 +78,8 @@ def _functions(source: str) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
     lines = source.splitlines()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            if not _LEAST_LINES <= node.end_lineno - node.lineno + 1 <= _MOST_LINES:
+                continue
             own = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).splitlines()
             if _LEAST_LINES <= len(own) <= _MOST_LINES and sum(map(len, own)) <= _MOST_CHARACTERS:
                 yield node, own
@@ -123,8 +125,10 @@ def long_prompts(count: int, tokens: TokenCounts) -> list[Prompt]:
     """
     low, high = LONG_TRAINING
     found = []
-    for module, file in source_files("training"):
-        for i, (code, _) in enumerate(_chunks(_read(file), module, low, high, tokens)):
+    sources = [(module, text) for module, text in ((m, _read(f)) for m, f in source_files("training")) if text]
+    # One call for all: the tokenizer then uses every core.
+    for (module, text), length in zip(sources, tokens([text for _, text in sources])):
+        for i, code in enumerate(_chunks(text, module, low, high, length)):
             wording = _LONG_TASKS[_digest(module, i) % len(_LONG_TASKS)]
             found.append(Prompt("long", (wording.format(code=code),)))
     return sorted(found, key=lambda prompt: prompt.key)[:count]
@@ -139,6 +143,7 @@ def long_code_prompts(each: int, tokens: TokenCounts) -> list[Prompt]:
     files = sorted(source_files("evaluation"), key=lambda item: _digest(LONG_CODE, item[0]))
     sources = [(module, text) for module, text in ((m, _read(f)) for m, f in files) if len(text) > 1500]
     found = []
+    lengths: dict[str, int] = {}
     for length in LONG_CODE_LENGTHS:
         made = 0
         for module, text in sources:
@@ -146,23 +151,23 @@ def long_code_prompts(each: int, tokens: TokenCounts) -> list[Prompt]:
                 break
             if len(text) < 2.5 * length:  # surely too short; spares the tokenizer
                 continue
-            chunk = next(_chunks(text, module, length * 9 // 10, length, tokens), None)
-            if chunk is not None and chunk[1] >= length * 8 // 10:
+            if module not in lengths:
+                lengths[module] = tokens([text])[0]
+            code = next(_chunks(text, module, length * 9 // 10, length, lengths[module]), None)
+            if code is not None and tokens([code])[0] >= length * 8 // 10:
                 wording = _LONG_TASKS[_digest(module, length) % len(_LONG_TASKS)]
-                found.append(Prompt(LONG_CODE, (wording.format(code=chunk[0]),), kind=str(length)))
+                found.append(Prompt(LONG_CODE, (wording.format(code=code),), kind=str(length)))
                 made += 1
     return found
 
 
-def _chunks(
-    source: str, module: str, low: int, high: int, tokens: TokenCounts
-) -> Iterator[tuple[str, int]]:
-    """Runs of whole lines of ``low`` … ``high`` tokens (the goal drawn per chunk), with their true token counts."""
+def _chunks(source: str, module: str, low: int, high: int, length: int) -> Iterator[str]:
+    """Runs of whole lines of about ``low`` … ``high`` tokens (the goal drawn per chunk) of a text of ``length`` tokens."""
     lines = source.splitlines()
     weights = [len(line.strip()) + 2 for line in lines]  # indentation and line end are a token or two
     if not lines:
         return
-    scale = tokens([source])[0] / sum(weights)
+    scale = length / sum(weights)
     costs = [weight * scale for weight in weights]
     begin, serial = 0, 0
     while begin < len(lines):
@@ -171,6 +176,5 @@ def _chunks(
             total, end = total + costs[end], end + 1
         if total < low * 9 // 10:  # the file ends, or one line is longer than all
             return
-        code = "\n".join(lines[begin:end]).strip("\n")
-        yield code, tokens([code])[0]
+        yield "\n".join(lines[begin:end]).strip("\n")
         begin, serial = end, serial + 1

@@ -7,27 +7,21 @@ A small model's own prompts are of few kinds, so half of them start from a commi
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from sgl_peagle.train import stdlib_code
 from sgl_peagle.train.chat import ChatFormat
-from sgl_peagle.train.filters import PROMPT_TOKENS, Duplicates, HeldOut, prompt_fault
-from sgl_peagle.train.generate import Conversation, Request, Target, converse_once
+from sgl_peagle.train.conversations import Job, Task
+from sgl_peagle.train.filters import Duplicates, HeldOut, prompt_fault
 from sgl_peagle.train.prompts import Prompt, in_random_order, openers, read_prompts
 
 if TYPE_CHECKING:
     from sgl_peagle.train.regenerate import Settings
 
-#: Most tokens of a sampled user turn.
-MOST_SAMPLED = PROMPT_TOKENS[1]
 #: Samples drawn in the first round for each prompt wanted; a second round makes up for what the filters took.
 OVERSAMPLING = 1.5
-#: Without top-p: SGLang's torch sampler would sort the whole vocabulary for every request in every step, which
-#: costs more than the model. A temperature below 1 keeps the tail in check instead.
-_TEMPERATURE = 0.9
 
 
 class Sources:
@@ -49,10 +43,13 @@ class Sources:
         sets = {file.stem: read_prompts(file) for file in held_out}
         self.held_out_prompts = [prompt for prompts in sets.values() for prompt in prompts]
         self.evaluation_sets = {n: p[:gsm8k_test] if n == "gsm8k_test" else p for n, p in sets.items()}
+        self._long_code: dict[int, list[Prompt]] = {}
 
     def long_code(self, each: int, tokens: Callable[[list[str]], list[int]]) -> list[Prompt]:
         """The long-code evaluation set."""
-        return stdlib_code.long_code_prompts(each, tokens)
+        if each not in self._long_code:
+            self._long_code[each] = stdlib_code.long_code_prompts(each, tokens)
+        return self._long_code[each]
 
 
 @dataclass
@@ -72,32 +69,18 @@ class Gathered:
     sampled: int = 0
 
 
-def user_turn(ids: list[int], chat: ChatFormat) -> Request:
-    """Let the target write a user turn behind ``ids``."""
-    return Request(ids, MOST_SAMPLED, chat.user_ends, _TEMPERATURE)
+#: Does jobs: given them with a label for the progress bar, it returns the results by the jobs' names.
+Work = Callable[[list[Job], str], dict[str, list[Any]]]
 
 
-def gather(settings: "Settings", sources: Sources, chat: ChatFormat, target: Callable[[], Target]) -> Gathered:
-    """Training and tuning prompts: files, code, long code, and synthetic ones; none overlaps a held-out one.
-
-    Args:
-        target: Gives the running target; called only if prompts are to be made up.
-    """
+def gather(settings: "Settings", sources: Sources, chat: ChatFormat, work: Work) -> Gathered:
+    """Training and tuning prompts: files, code, long code, and synthetic ones; none overlaps a held-out one."""
     found = Gathered([], [])
     held_out = HeldOut(turn for prompt in sources.held_out_prompts for turn in prompt.turns)
-    synthetic: list[Prompt] = []
-    if settings.synthetic:
-        with ThreadPoolExecutor(1) as pool:  # the target takes about a minute to start
-            from_code = pool.submit(_from_code, settings, sources, chat)
-            running = target()
-            ours, long_code = from_code.result()
-        for prompt in long_code:
-            held_out.add(prompt.text)
-        synthetic = _synthetic(settings, chat, running, held_out, found)
-    else:
-        ours, long_code = _from_code(settings, sources, chat)
-        for prompt in long_code:
-            held_out.add(prompt.text)
+    ours, long_code = _from_code(settings, sources, chat)
+    for prompt in long_code:
+        held_out.add(prompt.text)
+    synthetic = _synthetic(settings, chat, work, held_out, found) if settings.synthetic else []
     tune = min(settings.tune, len(synthetic) // 2)
     found.tune, rest = synthetic[:tune], synthetic[tune:]
     for prompt in found.tune:
@@ -130,7 +113,7 @@ def _drop(found: Gathered, reason: str) -> None:
 
 
 def _synthetic(
-    settings: "Settings", chat: ChatFormat, target: Target, held_out: HeldOut, found: Gathered
+    settings: "Settings", chat: ChatFormat, work: Work, held_out: HeldOut, found: Gathered
 ) -> list[Prompt]:
     """Prompts that the target makes up, in the order of their hashes."""
     wanted = settings.synthetic + settings.tune
@@ -140,9 +123,13 @@ def _synthetic(
     number = int(wanted * OVERSAMPLING) + 1
     for turn in (1, 2):
         starts = ["" if i % 2 else draw.choice(beginnings) for i in range(number)]
-        texts = converse_once(target, [_made_up(start, chat) for start in starts], f"prompts, round {turn}")
+        jobs = [
+            Job(f"prompts {turn}-{i // settings.shard:04d}", [Task("made up", start) for start in starts[i : i + settings.shard]])
+            for i in range(0, number, settings.shard)
+        ]  # fmt: skip
+        results = work(jobs, f"prompts, round {turn}")
         found.sampled += number
-        for text in texts:
+        for text in (text for job in jobs for text in results[job.name]):
             fault = _fault(text, chat, held_out, seen)
             if fault is None:
                 kept.append(Prompt("synthetic", (text,)))
@@ -164,10 +151,3 @@ def _fault(text: Optional[str], chat: ChatFormat, held_out: HeldOut, seen: Dupli
     if fault is None and not seen.is_new(text):
         fault = "duplicate"
     return fault
-
-
-def _made_up(beginning: str, chat: ChatFormat) -> Conversation:
-    """A sampled user turn as text; None where the target did not end it."""
-    before = chat.opened_user(beginning)
-    reply = yield user_turn(before, chat)
-    return chat.user_text(before[len(chat.opening) :] + reply.ids) if reply.ended else None
