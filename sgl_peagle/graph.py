@@ -27,6 +27,7 @@ from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDra
 from sgl_peagle import layout
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.kernels.expand import SHARED_HIDDEN
+from sgl_peagle.kernels.window_attention import stock_reason, window_attention
 from sgl_peagle.model import PEagleDraftExtendInput
 
 if TYPE_CHECKING:
@@ -35,8 +36,15 @@ if TYPE_CHECKING:
     from sgl_peagle.draft_worker import PEagleDraftWorker
 
 
+#: Not for torch.compile, like the attention functions of SGLang's backend.
+_window_attention = torch.compiler.disable(window_attention)
+
+
 class WindowTritonBackend(TritonAttnBackend):
     """SGLang's Triton attention for a drafter that only ever runs windows of ``width`` rows a request.
+
+    Decode windows, captured or eager, take :func:`~sgl_peagle.kernels.window_attention.window_attention`; prompts
+    and whatever that kernel does not know stay with SGLang's extend kernel.
 
     Args:
         model_runner: The drafter's model runner.
@@ -62,6 +70,53 @@ class WindowTritonBackend(TritonAttnBackend):
         """
         rows = max_num_tokens if self.use_sliding_window_kv_pool else max_bs
         super().init_cuda_graph_state(max_bs, rows, kv_indices_buf, cuda_graph_num_kv_splits_buf)
+
+    def _forward_extend_kernel(
+        self,
+        layer: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        custom_mask: Optional[torch.Tensor],
+        causal: bool,
+        mask_indptr: Optional[torch.Tensor],
+        max_extend_len: int,
+        k_scale: float,
+        v_scale: float,
+        scaling: float,
+        **options: Any,
+    ) -> None:
+        """The last step of SGLang's ``forward_extend``, called once the window's K/V are stored in the cache.
+
+        Same arguments as SGLang's ``extend_attention_fwd``. For a window only the prefix is read through
+        ``kv_indptr`` and ``kv_indices``, which hold what they should in eager batches, at capture and at replay
+        alike; ``page_size`` does not matter, because a slot's address is linear in its index.
+        """
+        features = ("sliding_window_size", "xai_temperature_len", "sinks", "score_mod", "aux_tensors")
+        reason = stock_reason(
+            q, k, v, k_buffer, v_buffer,
+            width=self.num_draft_tokens, requests=qo_indptr.shape[0] - 1, causal=causal, custom_mask=custom_mask,
+            # Exact in eager batches and at capture. A replay never gets here.
+            row_counts=options.get("extend_seq_lens_cpu"),
+            **{name: options[name] for name in features if name in options},
+        )  # fmt: skip
+        if reason is None:
+            _window_attention(
+                q, k, v, k_buffer, v_buffer, kv_indptr, kv_indices, o,
+                width=self.num_draft_tokens, scaling=scaling, logit_cap=options.get("logit_cap", 0.0),
+                k_scale=k_scale, v_scale=v_scale,
+            )  # fmt: skip
+            return
+        super()._forward_extend_kernel(
+            layer, q, k, v, o, k_buffer, v_buffer, qo_indptr, kv_indptr, kv_indices, custom_mask, causal,
+            mask_indptr, max_extend_len, k_scale, v_scale, scaling, **options,
+        )  # fmt: skip
 
 
 class WindowBackendFactory(DraftBackendFactory):

@@ -25,7 +25,7 @@ class HostSymbol:
     """One function, method or class of SGLang.
 
     Attributes:
-        module: Dotted module below ``sglang.srt``.
+        module: Dotted module below ``sglang.srt``, or below ``sglang`` if it begins with ``kernels.``.
         name: ``function``, ``Class`` or ``Class.method``.
         parameters: Names that must be parameters (of a function) or annotated fields (of a class).
     """
@@ -33,6 +33,11 @@ class HostSymbol:
     module: str
     name: str
     parameters: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The module below ``sglang``."""
+        return self.module if self.module.startswith("kernels.") else f"srt.{self.module}"
 
 
 def _symbols(module: str, **names: str) -> list[HostSymbol]:
@@ -62,6 +67,16 @@ def _host_graph_symbols() -> list[HostSymbol]:
                    ("max_bs", "max_num_tokens", "kv_indices_buf", "cuda_graph_num_kv_splits_buf")),
         HostSymbol("layers.attention.triton_backend", "TritonAttnBackend._update_draft_extend_buffers",
                    ("plan", "bs", "seq_lens", "forward_mode", "spec_info", "req_pool_indices")),
+        HostSymbol("layers.attention.triton_backend", "TritonAttnBackend._forward_extend_kernel", ("layer",)),
+        HostSymbol("layers.attention.triton_backend", "TritonAttnBackend.forward_extend",
+                   ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
+        HostSymbol("layers.attention.triton_backend", "ForwardMetadata",
+                   ("kv_indptr", "kv_indices", "qo_indptr", "max_extend_len", "custom_mask")),
+        HostSymbol("kernels.ops.attention.extend_attention", "extend_attention_fwd",
+                   ("q_extend", "k_extend", "v_extend", "o_extend", "k_buffer", "v_buffer", "qo_indptr", "kv_indptr",
+                    "kv_indices", "custom_mask", "is_causal", "mask_indptr", "max_len_extend", "k_scale", "v_scale",
+                    "sm_scale", "logit_cap", "sliding_window_size", "sinks", "xai_temperature_len", "score_mod",
+                    "aux_tensors", "extend_seq_lens_cpu")),
         HostSymbol("speculative.spec_utils", "resolve_num_tokens_per_req", ("phase",)),
         HostSymbol("speculative.spec_utils", "draft_pp_context"),
         HostSymbol("speculative.spec_utils", "draft_tp_context"),
@@ -179,16 +194,16 @@ def host_mismatches() -> tuple[str, ...]:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return ("sglang is not installed",)
-    root = Path(next(iter(spec.submodule_search_locations))) / "srt"
+    root = Path(next(iter(spec.submodule_search_locations)))
     trees: dict[str, ast.Module | None] = {}
     problems = []
     for symbol in HOST_SYMBOLS:
         if symbol.module not in trees:
-            trees[symbol.module] = _parse(root, symbol.module)
+            trees[symbol.module] = _parse(root, symbol.path)
         tree = trees[symbol.module]
         problem = "module not found" if tree is None else _mismatch(tree, symbol)
         if problem:
-            problems.append(f"sglang.srt.{symbol.module}: {problem}")
+            problems.append(f"sglang.{symbol.path}: {problem}")
     return tuple(problems)
 
 

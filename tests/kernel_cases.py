@@ -13,8 +13,9 @@ import sys
 from typing import Callable
 
 import torch
+import window_cases
 
-from sgl_peagle.kernels import expand, expand_triton, hidden, hidden_triton
+from sgl_peagle.kernels import expand, expand_triton, hidden, hidden_triton, window_attention
 
 MASK_ID = 499
 INT_TYPES = (torch.int32, torch.int64)
@@ -96,7 +97,8 @@ def check_all(device: str, seeds: int, report: Callable[[str], None] = print) ->
         AssertionError: A kernel and its reference differ.
     """
     torch.manual_seed(0)
-    checks: dict[str, list[Callable[[], None]]] = {"expand_decode": [], "expand_prefill": [], "window_hidden": []}
+    names = ("expand_decode", "expand_prefill", "window_hidden", "window_attention")
+    checks: dict[str, list[Callable[[], None]]] = {name: [] for name in names}
     for seed in range(seeds):
         for bs, k in DECODE_SHAPES:
             checks["expand_decode"].append(lambda bs=bs, k=k, s=seed: check_decode(bs, k, device, s))
@@ -107,10 +109,12 @@ def check_all(device: str, seeds: int, report: Callable[[str], None] = print) ->
         for width in WIDTHS:
             for dtype in FLOAT_TYPES:
                 checks["window_hidden"].append(lambda w=width, d=dtype, s=seed: check_hidden(w, 23, d, device, s))
-    for name, cases in checks.items():
-        for case in cases:
-            case()
-        report(f"{name}: {len(cases)} random batches equal the reference")
+        for case in window_cases.cases(device):
+            checks["window_attention"].append(lambda c=case, s=seed: window_cases.check(c, device, s))
+    for name, calls in checks.items():
+        for call in calls:
+            call()
+        report(f"{name}: {len(calls)} random batches equal the reference")
     return sum(map(len, checks.values()))
 
 
@@ -123,12 +127,15 @@ def check_no_synchronisation() -> None:
     predicted, accept, length, request, prompt = ints(1, 2, 3, 4), ints(2), ints(5), ints(1), ints(1, 2)
     table = torch.ones(2, 40, dtype=torch.int32, device="cuda")
     projected, shared = torch.randn(4, 64, device="cuda"), torch.randn(64, device="cuda")
+    q, kv = (torch.randn(4, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+    bounds = torch.tensor((0, 1, 2), device="cuda", dtype=torch.int32)
     options = {"k": 3, "mask_token_id": MASK_ID}
 
     def calls() -> None:
         window = expand.expand_decode(predicted, accept, length, request, table, private_mask_slots=False, **options)
         expand.expand_prefill(prompt, accept, prompt, extend_lens=[2], prefix_lens=[0], num_masks=[2], **options)
         hidden.window_hidden(projected, window.hidden_rows, shared)
+        window_attention.window_attention(q, kv, kv, kv, kv, bounds, prompt, torch.empty_like(q), width=2, scaling=1.0)
 
     calls()  # compiles
     torch.cuda.synchronize()
@@ -143,3 +150,4 @@ if __name__ == "__main__":
     check_all(device=sys.argv[1], seeds=int(sys.argv[2]))
     if sys.argv[1] == "cuda":
         check_no_synchronisation()
+        window_cases.check_replays(int(sys.argv[2]))

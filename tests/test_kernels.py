@@ -16,7 +16,7 @@ import torch
 HERE = Path(__file__).parent
 
 
-def check_all(device: str, seeds: int, *under: str, timeout: float = 300, **variables: str) -> str:
+def check_all(device: str, seeds: int, *under: str, timeout: float = 600, **variables: str) -> str:
     """Run ``kernel_cases.py`` in a process of its own, perhaps ``under`` a tool; returns what it printed."""
     env = os.environ | variables
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -25,7 +25,8 @@ def check_all(device: str, seeds: int, *under: str, timeout: float = 300, **vari
         env=env, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert all(f"{name}: " in done.stdout for name in ("expand_decode", "expand_prefill", "window_hidden"))
+    names = ("expand_decode", "expand_prefill", "window_hidden", "window_attention")
+    assert all(f"{name}: " in done.stdout for name in names)
     return done.stdout
 
 
@@ -52,7 +53,9 @@ def test_kernels_under_compute_sanitizer(tool: str) -> None:
     assert summary and all(" 0 " in line for line in summary)
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> str:
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, divisible: tuple[str, ...] = ()
+) -> str:
     """The kernel's PTX for compute capability 9.0; needs Triton's own compiler only, no GPU and no driver."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -64,7 +67,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
         fn=kernel,
         signature=signature,
         constexprs={(place(name),): value for name, value in constants.items()},
-        attrs={(place(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")},
+        attrs={(place(n),): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*" or n in divisible},
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
 
