@@ -43,11 +43,12 @@ class Setup(NamedTuple):
 
 
 class PromptSet(NamedTuple):
-    """Conversations by their first turns' ids, and the user's later turns as text."""
+    """Conversations by their first turns' ids, the user's later turns as text, and their kinds."""
 
     name: str
     first: list[list[int]]
     later: list[tuple[str, ...]]
+    kinds: list[str]
 
 
 def prompt_sets(options: argparse.Namespace) -> tuple[Any, list[PromptSet]]:
@@ -61,7 +62,9 @@ def prompt_sets(options: argparse.Namespace) -> tuple[Any, list[PromptSet]]:
         name, _, file = entry.partition("=")
         if not file:
             sys.exit(f"--prompts {entry}: give NAME=FILE")
-        sets[name] = read_prompts(Path(file), name)[: options.limit]
+        found = read_prompts(Path(file), name)
+        # Every so many, not the first ones: a file's rows may be sorted by kind.
+        sets[name] = found[:: max(1, -(-len(found) // options.limit))] if options.limit else found
     if options.long_code:
         sets[LONG_CODE] = long_code_prompts(options.long_code, chat.counts)
     if not sets:
@@ -71,7 +74,7 @@ def prompt_sets(options: argparse.Namespace) -> tuple[Any, list[PromptSet]]:
     for name, prompts in sets.items():
         ids = [chat.prompt(prompt.messages()) for prompt in prompts]
         fit = [i for i, prompt in enumerate(ids) if len(prompt) <= room]
-        found.append(PromptSet(name, [ids[i] for i in fit], [prompts[i].turns[1:] for i in fit]))
+        found.append(PromptSet(name, [ids[i] for i in fit], [prompts[i].turns[1:] for i in fit], [prompts[i].kind for i in fit]))
     return chat, found
 
 
@@ -97,7 +100,7 @@ def serve(
             records.append(
                 {
                     "prompt_tokens": len(pending[i]), "completion_tokens": meta["completion_tokens"],
-                    "rounds": meta.get("spec_verify_ct", 0), "loops": loop_start(ids) is not None,
+                    "rounds": meta.get("spec_verify_ct", 0), "loops": loop_start(ids) is not None, "kind": wanted.kinds[i],
                     "histogram": list(meta.get("spec_correct_drafts_histogram") or []),
                 }  # fmt: skip
             )
@@ -111,15 +114,18 @@ def serve(
 
 
 def cells(records: Sequence[dict[str, Any]], k: int) -> Iterator[dict[str, Any]]:
-    """Acceptance over all contexts and by context class, with and without looping answers."""
+    """Acceptance over everything, by context class and by kind of prompt, with and without looping answers."""
     for loops in ("included", "excluded"):
         calm = [r for r in records if r["rounds"] and (loops == "included" or not r["loops"])]
         if calm:
-            yield {"loops": loops, "context": "all", **acceptance(calm, k)}
+            yield {"loops": loops, "context": "all", "kind": "all", **acceptance(calm, k)}
         for low, high in zip((0, *CONTEXTS), CONTEXTS):
             inside = [r for r in calm if low < r["prompt_tokens"] + r["completion_tokens"] / 2 <= high]
             if inside:
-                yield {"loops": loops, "context": f"<={high}", **acceptance(inside, k)}
+                yield {"loops": loops, "context": f"<={high}", "kind": "all", **acceptance(inside, k)}
+        kinds = sorted({r["kind"] for r in calm})
+        for kind in kinds if len(kinds) > 1 else []:
+            yield {"loops": loops, "context": "all", "kind": kind, **acceptance([r for r in calm if r["kind"] == kind], k)}
 
 
 def acceptance(records: Sequence[dict[str, Any]], k: int) -> dict[str, Any]:
@@ -182,9 +188,9 @@ def table(report: dict[str, Any]) -> str:
     lines = ["| method | head | prompts | T | K | AL | AL without loops | per position | rounds |", "|---" * 9 + "|"]
     found = report["cells"]
     for cell in found:
-        if cell["loops"] != "included" or cell["context"] != "all":
+        if not overall(cell, "included"):
             continue
-        calm = next((c for c in found if same(c, cell) and c["loops"] == "excluded" and c["context"] == "all"), None)
+        calm = next((c for c in found if same(c, cell) and overall(c, "excluded")), None)
         shares = " ".join(f"{share:.2f}" for share in cell["per_position"])
         quiet = f"{calm['acceptance_length']:.2f}" if calm else "–"
         lines.append(
@@ -199,7 +205,20 @@ def table(report: dict[str, Any]) -> str:
         for c in found
         if c["loops"] == "included" and c["context"] != "all"
     ]
+    lines += ["", "By kind of prompt (loops included):", ""]
+    lines += ["| method | prompts | T | K | kind | AL | rounds |", "|---" * 7 + "|"]
+    lines += [
+        f"| {c['method']} | {c['prompts']} | {c['temperature']:g} | {c['k']} | {c['kind']} | "
+        f"{c['acceptance_length']:.2f} | {c['rounds']} |"
+        for c in found
+        if c["loops"] == "included" and c.get("kind", "all") != "all"
+    ]
     return "\n".join(lines)
+
+
+def overall(cell: dict[str, Any], loops: str) -> bool:
+    """Whether a cell is of all contexts and kinds."""
+    return cell["loops"] == loops and cell["context"] == "all" and cell.get("kind", "all") == "all"
 
 
 def identity(cell: dict[str, Any]) -> tuple[Any, ...]:
@@ -227,7 +246,7 @@ def main() -> None:
     parser.add_argument("--k", default="3,5,7")
     parser.add_argument("--prompts", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--long-code", type=int, default=0, metavar="N", help="add stdlib-long-code, N prompts per length")
-    parser.add_argument("--limit", type=int, help="only so many prompts of each file")
+    parser.add_argument("--limit", type=int, help="at most so many prompts of each file, spread over it")
     parser.add_argument("--temperature", default="0,0.7")
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--concurrency", type=int, default=64)

@@ -29,17 +29,23 @@ def bench() -> ModuleType:
     return module
 
 
-def record(prompt: int, completion: int, rounds: int, histogram: list[int], loops: bool = False) -> dict[str, Any]:
+def record(
+    prompt: int, completion: int, rounds: int, histogram: list[int], loops: bool = False, kind: str = "a"
+) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt, "completion_tokens": completion, "rounds": rounds, "loops": loops, "histogram": histogram,
+        "prompt_tokens": prompt, "completion_tokens": completion, "rounds": rounds, "loops": loops, "kind": kind,
+        "histogram": histogram,
     }  # fmt: skip
 
 
 def test_cells(bench: ModuleType) -> None:
     """Two requests; the first has rounds with 0, 1 and 2 accepted drafts, the second loops and accepts all."""
-    records = [record(100, 7, 3, [1, 1, 1]), record(600, 9, 2, [0, 0, 0, 2], True), record(5, 1, 0, [])]
+    records = [record(100, 7, 3, [1, 1, 1]), record(600, 9, 2, [0, 0, 0, 2], True, "b"), record(5, 1, 0, [])]
     found = list(bench.cells(records, 3))
-    by = {(cell["loops"], cell["context"]): cell for cell in found}
+    by = {(cell["loops"], cell["context"]): cell for cell in found if cell["kind"] == "all"}
+    assert {(c["loops"], c["kind"]): c["acceptance_length"] for c in found if c["kind"] != "all"} == {
+        ("included", "a"): 2.0, ("included", "b"): 4.0
+    }  # fmt: skip
     whole, calm = by["included", "all"], by["excluded", "all"]
     assert whole["acceptance_length"] == round((6 + 8) / 5, 4) and whole["rounds"] == 5 and whole["requests"] == 2
     assert whole["per_position"] == [0.8, 0.6, 0.4] and whole["one_plus_accepted"] == 2.8

@@ -65,7 +65,10 @@ def train() -> None:
 @click.option("--embedding", type=click.Choice(["mask_row", "full"]), default="mask_row", show_default=True,
               help="Train the MASK row alone (compact head), or a copy of the whole embedding.")  # fmt: skip
 @click.option("--loss", type=click.Choice(["kl", "ce"]), default="kl", show_default=True)
-@click.option("--lr", type=float, default=8e-4, show_default=True)
+@click.option("--optimizer", type=click.Choice(["muon", "adamw"]), default="muon", show_default=True,
+              help="For the matrices; everything else is AdamW's.")  # fmt: skip
+@click.option("--matrix-lr", type=float, default=0.02, show_default=True, help="Muon's peak learning rate.")
+@click.option("--lr", type=float, default=2e-3, show_default=True, help="AdamW's peak learning rate.")
 @click.option("--embedding-lr", type=float, default=1.5e-4, show_default=True)
 @click.option("--clip", type=float, default=1.0, show_default=True, help="Largest norm of the gradient.")
 @click.option("--weight-decay", type=float, default=0.0, show_default=True,
@@ -99,8 +102,8 @@ def train() -> None:
 def run(
     target: str, target_name: Optional[str], corpus: Path, out: Path, resume: bool, method: str, layers: Optional[int],
     depths: Optional[int], cod_rate: float, cod_floor: float, reference_weight: bool, mask_token_id: Optional[int],
-    aux_layers: tuple[int, ...], embedding: str, loss: str, lr: float, embedding_lr: float, clip: float,
-    weight_decay: float, noise: float, ema: float, minutes: Optional[float], steps: Optional[int],
+    aux_layers: tuple[int, ...], embedding: str, loss: str, optimizer: str, matrix_lr: float, lr: float,
+    embedding_lr: float, clip: float, weight_decay: float, noise: float, ema: float, minutes: Optional[float], steps: Optional[int],
     epochs: Optional[float], tokens_per_step: int, max_length: int, holdout: int, seed: int, segments: int,
     partition: str, attention: str, chunk: int, compile_loss: bool, device: str, log_every: int, checkpoint_every: int,
     eval_every: Optional[int], select: str, served_k: Optional[int], formats: tuple[str, ...],
@@ -119,7 +122,7 @@ def run(
             target=target, corpus=str(corpus), method=method, layers=(1 if ar else 2) if layers is None else layers,
             depths=(7 if ar else 8) if depths is None else depths, cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
             embedding="frozen" if ar else embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
-            loss=loss, lr=lr, embedding_lr=embedding_lr, clip=clip, weight_decay=weight_decay, noise=noise, ema=ema,
+            loss=loss, optimizer=optimizer, matrix_lr=matrix_lr, lr=lr, embedding_lr=embedding_lr, clip=clip, weight_decay=weight_decay, noise=noise, ema=ema,
             minutes=minutes, steps=steps, epochs=epochs, tokens_per_step=tokens_per_step, max_length=max_length,
             holdout=holdout, seed=seed, segments=segments, partition=partition, attention=attention, chunk=chunk,
             compile_loss=compile_loss, device=device, log_every=log_every, checkpoint_every=checkpoint_every, eval_every=eval_every, select=select, served=served_k,

@@ -109,7 +109,7 @@ class Trainer:
         self.head.start(self._some_aux(), self.target.norm.float().cpu(), random)
         self.head.to(self.device)
         self.loss = LossSettings(self.target.lm_head, settings.loss, settings.chunk, settings.compile_loss)
-        self.optimizer = make_optimizer(self.head, settings.lr, settings.embedding_lr, settings.weight_decay)
+        self.optimizer = make_optimizer(self.head, settings)
         self.ema = Ema(self.head, settings.ema) if settings.ema else None
         q_step, k_step = self._shapes()
         self.planner, words = choose(
@@ -242,7 +242,7 @@ class Trainer:
 
     def update(self, batch: Batch) -> tuple[Ints, RowStats]:
         """One optimiser step."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         result = self.backward(batch)
         nn.utils.clip_grad_norm_(self.head.parameters(), self.settings.clip)
         factor = self.schedule.factor(self.step)
@@ -371,7 +371,7 @@ class Trainer:
             "total": self.total,
             "epoch": round(self.epoch + self.index / self.per_epoch, 3),
             **numbers,
-            "lr": self.settings.lr * factor,
+            "lr": self.settings.quoted_lr * factor,
             "tokens": self.tokens_seen,
             "peak_memory_gb": round(_peak_memory(self.device) / 1e9, 3),
             "seconds": round(self.clock() - self.begin, 1),

@@ -14,6 +14,7 @@ from sgl_peagle.train.rows import Cod
 METHODS = ("peagle", "eagle3")
 ATTENTION = ("auto", "flex", "sdpa")
 SELECT = ("last", "best")
+OPTIMIZERS = ("muon", "adamw")
 
 #: Drafts per round that held-out acceptance is quoted at, unless fewer are trained.
 SERVED = 7
@@ -36,7 +37,9 @@ class Settings:
         mask_token_id: Id of the MASK token; None for eagle3.
         aux_layer_ids: Capture points, None for the default.
         loss: ``kl`` or ``ce``.
-        lr, embedding_lr: Peak learning rates; the second for a trained copy of the embedding.
+        optimizer: One of :data:`OPTIMIZERS`; see :func:`~sgl_peagle.train.weights.make_optimizer`.
+        matrix_lr: Muon's peak learning rate, for the matrices.
+        lr, embedding_lr: AdamW's peak learning rates; the second for a trained copy of the embedding.
         warmup, final_lr: Share of the steps that warm up; share of the peak at the end of the cosine.
         clip: Largest norm of the gradient.
         weight_decay: AdamW's, of matrices; norms, MASK row, ``mask_hidden`` and embedding never decay.
@@ -67,7 +70,9 @@ class Settings:
     mask_token_id: Optional[int] = None
     aux_layer_ids: Optional[tuple[int, ...]] = None
     loss: str = "kl"
-    lr: float = 8e-4
+    optimizer: str = "muon"
+    matrix_lr: float = 0.02
+    lr: float = 2e-3
     embedding_lr: float = 1.5e-4
     warmup: float = 0.03
     final_lr: float = 0.02
@@ -97,7 +102,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, known in (
             ("method", METHODS), ("embedding", EMBEDDINGS), ("loss", KINDS), ("attention", ATTENTION),
-            ("partition", PARTITIONS), ("select", SELECT),
+            ("partition", PARTITIONS), ("select", SELECT), ("optimizer", OPTIMIZERS),
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 _refuse(f"{name} is {getattr(self, name)!r}", "it is not known", f"use one of {', '.join(known)}")
@@ -113,7 +118,7 @@ class Settings:
                 "they are shares of the rows",
                 "use a ratio in (0, 1] and a floor in [0, 1]",
             )
-        if not self.lr > 0 or not self.embedding_lr > 0 or not self.clip > 0:
+        if not min(self.matrix_lr, self.lr, self.embedding_lr, self.clip) > 0:
             _refuse("a learning rate or the clip is not positive", "nothing would be learned", "correct it")
         self._check_regularisers()
         if self.eval_every is not None and self.eval_every < 1:
@@ -185,6 +190,11 @@ class Settings:
     def quoted(self) -> int:
         """K at which held-out acceptance is quoted."""
         return self.served or min(SERVED, self.depths)
+
+    @property
+    def quoted_lr(self) -> float:
+        """Peak learning rate of the matrices, which the log follows."""
+        return self.matrix_lr if self.optimizer == "muon" else self.lr
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
