@@ -7,7 +7,8 @@ One engine per (method, K). Acceptance length is (completion_tokens - 1) / spec_
 dividing (the prefill gives the first token; no round does); per-position rates are SGLang's histogram of accepted
 drafts. ``one_plus_accepted`` is 1 plus the sum of those rates: a little more, as it counts drafts beyond an answer's
 end. Cells that the file already holds are skipped, so an interrupted run is continued by the same command.
-``--table FILE`` prints a file as Markdown and runs nothing.
+``--table FILE`` prints a file as Markdown and ``--merge A B --out C`` joins files of one run in several processes; both
+run nothing.
 """
 
 from __future__ import annotations
@@ -216,6 +217,24 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Reports of one environment and setting as one, their cells in order of K.
+
+    Raises:
+        SystemExit: They were measured differently, or hold the same cell twice.
+    """
+    first = reports[0]
+    shared = [name for name in first if name not in ("cells", "failed")]
+    if any(report.get(name) != first[name] for report in reports for name in shared):
+        sys.exit("the files differ in environment, concurrency or length: results of different runs stay apart")
+    whole = [cell for report in reports for cell in report["cells"] if overall(cell, "included")]
+    if len({identity(cell) for cell in whole}) < len(whole):
+        sys.exit("two files hold the same cell")
+    cells = sorted((c for r in reports for c in r["cells"]), key=lambda c: (c["k"], c["method"] != "peagle"))
+    failed = {name: reason for report in reports for name, reason in report["failed"].items()}
+    return {name: first[name] for name in shared} | {"failed": failed, "cells": cells}
+
+
 def overall(cell: dict[str, Any], loops: str) -> bool:
     """Whether a cell is of all contexts and kinds."""
     return cell["loops"] == loops and cell["context"] == "all" and cell.get("kind", "all") == "all"
@@ -239,6 +258,7 @@ def write(file: Path, report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a result file and stop")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="join result files into --out and stop")
     parser.add_argument("--target", type=Path)
     parser.add_argument("--target-name", help="what to call the target in the results; default: its folder's name")
     parser.add_argument("--peagle", type=Path, action="append", default=[], metavar="HEAD")
@@ -257,6 +277,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.table:
         print(table(json.loads(options.table.read_text())))
+        return
+    if options.merge:
+        if not options.out or options.out.exists():
+            parser.error("--merge needs --out with a new file")
+        write(options.out, merged([json.loads(file.read_text()) for file in options.merge]))
         return
     if not options.target or not options.out or not (options.peagle or options.eagle3):
         parser.error("give --target, --out, and --peagle or --eagle3")

@@ -1,4 +1,4 @@
-"""The README's table of a sweep, from its JSON: ``python bench/readme_table.py bench/results/sweep-llama-3.1-8b.json``."""
+"""The README's tables, from a sweep's or an acceptance file's JSON: ``python bench/readme_table.py bench/results/NAME.json``."""
 
 from __future__ import annotations
 
@@ -34,5 +34,26 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def acceptance_table(report: dict[str, Any]) -> str:
+    """One row per prompt set and temperature, one column per method and K: acceptance length, in brackets without loops."""
+    found: dict[tuple[str, float], dict[tuple[str, int], dict[str, float]]] = {}
+    for cell in report["cells"]:
+        if cell["context"] == cell["kind"] == "all":
+            row = found.setdefault((cell["prompts"], cell["temperature"]), {})
+            row.setdefault((cell["method"], cell["k"]), {})[cell["loops"]] = cell["acceptance_length"]
+    columns = sorted({key for row in found.values() for key in row}, key=lambda key: (key[0] != "peagle", key[1]))
+    heads = [f"{NAMES[method]} K={k}" for method, k in columns]
+    lines = ["| prompts | T | " + " | ".join(heads) + " |", "| --- " * (2 + len(heads)) + "|"]
+    for (prompts, temperature), row in sorted(found.items(), key=lambda item: item[0][1]):
+        parts = []
+        for column in columns:
+            values = row.get(column, {})
+            calm = f" ({values['excluded']:.2f})" if "excluded" in values else ""
+            parts.append(f"{values['included']:.2f}{calm}" if values else "–")
+        lines.append(f"| {prompts} | {temperature:g} | " + " | ".join(parts) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text())))
+    content = json.loads(Path(sys.argv[1]).read_text())
+    print(acceptance_table(content) if "per_position" in content["cells"][0] else table(content))

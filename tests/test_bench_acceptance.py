@@ -55,6 +55,21 @@ def test_cells(bench: ModuleType) -> None:
     assert ("excluded", "<=1024") not in by
 
 
+def test_merge(bench: ModuleType) -> None:
+    def report(method: str, k: int, date: str = "d") -> dict[str, Any]:
+        cell = {"target": "t", "head": "h", "method": method, "prompts": "p", "k": k, "temperature": 0}
+        cell |= {"loops": "included", "context": "all", "kind": "all"}
+        return {"environment": {"date": date}, "concurrency": 8, "failed": {f"{method} {k}": "x"}, "cells": [cell]}
+
+    whole = bench.merged([report("eagle3", 7), report("peagle", 7), report("eagle3", 3)])
+    assert [(c["method"], c["k"]) for c in whole["cells"]] == [("eagle3", 3), ("peagle", 7), ("eagle3", 7)]
+    assert len(whole["failed"]) == 3 and whole["concurrency"] == 8
+    with pytest.raises(SystemExit, match="differ"):
+        bench.merged([report("eagle3", 7), report("peagle", 7, "other")])
+    with pytest.raises(SystemExit, match="same cell"):
+        bench.merged([report("eagle3", 7), report("eagle3", 7)])
+
+
 def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> None:
     prompts = out.parent / "toy.jsonl"
     prompts.write_text('{"turns": ["Where does Anna live?", "List more"]}\n{"prompt": "Count by 2"}\n')
