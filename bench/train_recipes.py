@@ -89,6 +89,7 @@ def plot(recipes: dict[str, Any], file: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors[::2] + pyplot.get_cmap("tab20").colors[1::2])
     for name, result in recipes.items():
         axes.plot(
             [c["step"] for c in result["curve"]], [c["walk"][6] for c in result["curve"]], marker="o", ms=3, label=name
@@ -122,7 +123,8 @@ def main() -> None:
             sys.exit(f"{options.out} was made with {report['shared']}: choose another --out, or these options")
     todo = [name for name in options.recipes if name not in report["recipes"]]
     with tempfile.TemporaryDirectory() as folder:
-        write_corpus(Path(folder) / "corpus", options.documents)
+        if todo:
+            write_corpus(Path(folder) / "corpus", options.documents)
         with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
             for name, result in pool.imap_unordered(train, [(name, Path(folder) / "corpus", options) for name in todo]):
                 report["recipes"][name] = result
