@@ -23,7 +23,7 @@ from typing import Any, Iterator, NamedTuple, Optional, Sequence
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
-from environment import commit, environment  # noqa: E402
+from environment import environment, write_report  # noqa: E402
 
 from sgl_peagle.train.data_cli import key_values  # noqa: E402
 
@@ -185,7 +185,7 @@ def run_engine(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The file's cells over all contexts, then by context, as Markdown."""
+    """The file's cells over everything, then by context and by kind, as Markdown."""
     lines = ["| method | head | prompts | T | K | AL | AL without loops | per position | rounds |", "|---" * 9 + "|"]
     found = report["cells"]
     for cell in found:
@@ -198,22 +198,15 @@ def table(report: dict[str, Any]) -> str:
             f"| {cell['method']} | {cell['head']} | {cell['prompts']} | {cell['temperature']:g} | {cell['k']} | "
             f"{cell['acceptance_length']:.2f} | {quiet} | {shares} | {cell['rounds']} |"
         )
-    lines += ["", "By context length (loops included):", ""]
-    lines += ["| method | prompts | T | K | context | AL | rounds |", "|---" * 7 + "|"]
-    lines += [
-        f"| {c['method']} | {c['prompts']} | {c['temperature']:g} | {c['k']} | {c['context']} | "
-        f"{c['acceptance_length']:.2f} | {c['rounds']} |"
-        for c in found
-        if c["loops"] == "included" and c["context"] != "all"
-    ]
-    lines += ["", "By kind of prompt (loops included):", ""]
-    lines += ["| method | prompts | T | K | kind | AL | rounds |", "|---" * 7 + "|"]
-    lines += [
-        f"| {c['method']} | {c['prompts']} | {c['temperature']:g} | {c['k']} | {c['kind']} | "
-        f"{c['acceptance_length']:.2f} | {c['rounds']} |"
-        for c in found
-        if c["loops"] == "included" and c.get("kind", "all") != "all"
-    ]
+    for column, title in (("context", "By context length"), ("kind", "By kind of prompt")):
+        lines += ["", f"{title} (loops included):", ""]
+        lines += [f"| method | prompts | T | K | {column} | AL | rounds |", "|---" * 7 + "|"]
+        lines += [
+            f"| {c['method']} | {c['prompts']} | {c['temperature']:g} | {c['k']} | {c[column]} | "
+            f"{c['acceptance_length']:.2f} | {c['rounds']} |"
+            for c in found
+            if c["loops"] == "included" and c[column] != "all"
+        ]
     return "\n".join(lines)
 
 
@@ -237,7 +230,7 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def overall(cell: dict[str, Any], loops: str) -> bool:
     """Whether a cell is of all contexts and kinds."""
-    return cell["loops"] == loops and cell["context"] == "all" and cell.get("kind", "all") == "all"
+    return cell["loops"] == loops and cell["context"] == cell["kind"] == "all"
 
 
 def identity(cell: dict[str, Any]) -> tuple[Any, ...]:
@@ -246,13 +239,6 @@ def identity(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return identity(a) == identity(b)
-
-
-def write(file: Path, report: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".part")
-    partial.write_text(json.dumps(report, indent=1) + "\n")
-    partial.replace(file)
 
 
 def main() -> None:
@@ -281,7 +267,7 @@ def main() -> None:
     if options.merge:
         if not options.out or options.out.exists():
             parser.error("--merge needs --out with a new file")
-        write(options.out, merged([json.loads(file.read_text()) for file in options.merge]))
+        write_report(options.out, merged([json.loads(file.read_text()) for file in options.merge]))
         return
     if not options.target or not options.out or not (options.peagle or options.eagle3):
         parser.error("give --target, --out, and --peagle or --eagle3")
@@ -295,7 +281,8 @@ def main() -> None:
     report: dict[str, Any] = {"cells": []}
     if options.out.exists():
         report = json.loads(options.out.read_text())
-    where = environment() | {"sgl_peagle": commit()}
+    where = environment()
+    where |= {"sgl_peagle": where["sgl_peagle_commit"]}
     report = {"environment": where, "concurrency": options.concurrency, "max_new_tokens": options.max_new_tokens} | {
         "failed": {}, **report
     }  # fmt: skip
@@ -331,15 +318,15 @@ def main() -> None:
             failure = str(error)
             print(f"{label}: FAILED\n{failure[-3000:]}", flush=True)
             report["failed"][label] = failure.strip().splitlines()[-1][:500]
-            write(options.out, report)
+            write_report(options.out, report)
             continue
         report["failed"].pop(label, None)
         for (wanted, temperature), records in zip(work, outcomes):
             full = stamp | {"prompts": wanted.name, "temperature": temperature}
             report["cells"] += [full | cell for cell in cells(records, setup.k)]
-        write(options.out, report)
+        write_report(options.out, report)
         print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
-    write(options.out, report)
+    write_report(options.out, report)
     print(table(report))
 
 

@@ -1,12 +1,13 @@
-"""What a benchmark result says about where it was measured."""
+"""What a benchmark result says about where it was measured, and writing it."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,3 +62,11 @@ def environment(gpu: Optional[str] = None) -> dict[str, str]:
         "cpu_count": str(os.cpu_count()),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def write_report(file: Path, report: dict[str, Any]) -> None:
+    """Write a result file whole or not at all; an earlier one of the same run is replaced."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".part")
+    partial.write_text(json.dumps(report, indent=1) + "\n")
+    partial.replace(file)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import torch  # noqa: E402
-from environment import environment  # noqa: E402
+from environment import environment, write_report  # noqa: E402
 
 from sgl_peagle.kernels import window_attention_triton  # noqa: E402
 from sgl_peagle.kernels.window_attention import Launch, plan_launch, window_attention_reference  # noqa: E402
@@ -263,8 +263,7 @@ def main() -> None:
         "environment": environment(), "heads": [HEADS, KV_HEADS, HEAD_DIM], "seconds": time.perf_counter() - start,
         "wrong": wrong, "slower": slower, "cells": cells,
     }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, report)
     sys.exit(bool(wrong or slower))
 
 

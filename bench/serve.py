@@ -2,8 +2,8 @@
 
     python bench/serve.py --target T --peagle HEAD --eagle3 HEAD --k 7 3 --concurrency 1 8 64 --prompts FILE.jsonl --out FILE.json
 
-One server per (method, K): no speculation, EAGLE-3, P-EAGLE. Prompts are JSONL rows with ``prompt``, ``question`` or ``turns`` (the first
-turn is sent, in the target's chat template), or without ``--prompts`` random ids. The client's result is kept whole in
+One server per (method, K): no speculation, EAGLE-3, P-EAGLE. Prompts are JSONL rows as ``train data`` reads them (the first turn is
+sent, in the target's chat template), or without ``--prompts`` random ids. The client's result is kept whole in
 every cell; acceptance length is the server's average since its start. The client needs the package ``datasets``.
 Finished cells of --out are kept, so the same command goes on; a server that fails is recorded, and the others go on.
 """
@@ -14,29 +14,29 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
-from environment import environment  # noqa: E402
+from environment import environment, write_report  # noqa: E402
+from server_process import ServerFailed, free_port, serving  # noqa: E402
+
+from sgl_peagle.errors import PEagleError  # noqa: E402
+from sgl_peagle.train.prompts import read_prompts  # noqa: E402
 
 ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--max-total-tokens", "16384"]
 GPU_FLAGS = ["--dtype", "bfloat16", "--max-running-requests", "64"]
 
 
-class ServerFailed(RuntimeError):
-    """The server or its client ended early; the message ends with the log."""
+class ClientFailed(RuntimeError):
+    """The client ended early; the message ends with what it printed."""
 
 
 class Setup(NamedTuple):
@@ -57,57 +57,16 @@ class Setup(NamedTuple):
         ]  # fmt: skip
 
 
-def first_turns(file: Path, count: int) -> list[str]:
-    """The first user turn of each row."""
-    texts = []
-    for line in file.read_text().splitlines():
-        if line.strip():
-            row = json.loads(line)
-            text = row.get("prompt") or row.get("question") or row.get("turns")
-            if not text:
-                sys.exit(f"{file}: a row without prompt, question or turns\n  why: it holds nothing to send\n  fix: rename its key")
-            texts.append(text if isinstance(text, str) else text[0])
-    return texts[:count]
-
-
 @contextlib.contextmanager
-def server(setup: Setup, options: argparse.Namespace, log: Path) -> Iterator[tuple[str, float]]:
-    """(URL, seconds until it answered) of a running server."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    device = CPU_FLAGS if options.cpu else GPU_FLAGS
+def server(setup: Setup, options: argparse.Namespace, log: Path) -> Iterator[str]:
+    """The URL of a running server."""
+    port = free_port()
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(options.target), "--port", str(port),
-        "--log-level", "warning", *device, *setup.flags(), *options.server_arg,
+        "--log-level", "warning", *(CPU_FLAGS if options.cpu else GPU_FLAGS), *setup.flags(), *options.server_arg,
     ]  # fmt: skip
-    begin = time.perf_counter()
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, env=os.environ | (ON_CPU if options.cpu else {}), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not answers(url):
-            if process.poll() is not None or time.perf_counter() - begin > options.start_timeout:
-                raise ServerFailed(f"no server after {time.perf_counter() - begin:.0f} s:\n{log.read_text()[-4000:]}")
-            time.sleep(0.3)
-        yield url, round(time.perf_counter() - begin, 1)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url + "/health", timeout=5) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+    with serving(command, port, log, ON_CPU if options.cpu else {}, options.start_timeout) as url:
+        yield url
 
 
 def measure(url: str, concurrency: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -116,8 +75,8 @@ def measure(url: str, concurrency: int, options: argparse.Namespace, folder: Pat
     out = folder / f"client-{concurrency}.jsonl"
     data = ["--dataset-name", "random-ids", "--random-input-len", str(options.input_tokens), "--random-range-ratio", "1",
             "--random-output-len", str(options.output_tokens)]  # fmt: skip
-    if options.prompts:
-        texts = first_turns(options.prompts, count)
+    if options.texts:
+        texts = options.texts[:count]
         rows = folder / "prompts.jsonl"
         rows.write_text("".join(
             json.dumps({"conversations": [{"content": text}, {"content": "."}]}) + "\n" for text in texts
@@ -133,7 +92,7 @@ def measure(url: str, concurrency: int, options: argparse.Namespace, folder: Pat
     env = os.environ | (ON_CPU if options.cpu else {})
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=options.cell_timeout)
     if done.returncode or not out.exists():
-        raise ServerFailed(f"the client ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+        raise ClientFailed(f"the client ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     result = json.loads(out.read_text().splitlines()[-1])
     lists = [name for name, value in result.items() if isinstance(value, (list, dict))]
     return {name: value for name, value in result.items() if name not in lists and str(folder) not in str(value)}
@@ -159,6 +118,10 @@ def main() -> None:
     add("--out", type=Path, required=True)
     options = parser.parse_args()
     options.cpu = not Path("/dev/nvidia0").exists()
+    try:
+        options.texts = [prompt.turns[0] for prompt in read_prompts(options.prompts)] if options.prompts else []
+    except PEagleError as error:
+        sys.exit(str(error))
     name = options.target_name or options.target.name
     heads = [("peagle", options.peagle), ("eagle3", options.eagle3)]
     setups = [] if options.no_baseline else [Setup("none", None, 0)]
@@ -172,10 +135,6 @@ def main() -> None:
     def key(cell: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(cell[n] for n in ("model", "method", "k", "concurrency", "prompts", "input_tokens", "output_tokens"))
 
-    def write() -> None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-
     for setup in setups:
         stamps = [{"model": name, "method": setup.method, "k": setup.k, "concurrency": c, **asked} for c in options.concurrency]
         there = {key(cell) for cell in report["cells"]}
@@ -184,9 +143,10 @@ def main() -> None:
         if not todo:
             continue
         with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
+            folder, begin = Path(scratch), time.perf_counter()
             try:
-                with server(setup, options, folder / "server.log") as (url, start):
+                with server(setup, options, folder / "server.log") as url:
+                    start = round(time.perf_counter() - begin, 1)
                     print(f"{label}: answers after {start} s", flush=True)
                     for stamp in todo:
                         result = measure(url, stamp["concurrency"], options, folder)
@@ -195,17 +155,17 @@ def main() -> None:
                             "acceptance_length": result.get("accept_length") or 1.0, "client": result,
                         }  # fmt: skip
                         report["cells"].append(cell)
-                        write()
+                        write_report(options.out, report)
                         print(
                             f"{label} c={stamp['concurrency']}: {cell['output_tokens_per_s']:.1f} tokens/s, "
                             f"TTFT {result['mean_ttft_ms']:.0f} ms, TPOT {result['mean_tpot_ms']:.2f} ms, AL {cell['acceptance_length']:.2f}",
                             flush=True,
                         )
                 report["failed"].pop(label, None)
-            except (ServerFailed, subprocess.TimeoutExpired) as error:
+            except (ServerFailed, ClientFailed, subprocess.TimeoutExpired) as error:
                 print(f"{label}: FAILED\n{error}", flush=True)
                 report["failed"][label] = str(error).strip().splitlines()[-1][:300]
-    write()
+    write_report(options.out, report)
     sys.exit(3 if report["failed"] else 0)
 
 

@@ -26,6 +26,7 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 sys.path[:0] = [str(ROOT), str(BENCH)]
 
+from environment import environment, write_report  # noqa: E402
 from sweep_options import CPU_ARGS, GPU_ARGS, PRESETS, arguments, on_cuda, read_prompts  # noqa: E402
 from sweep_plan import EngineSpec, cell_key, engines, merged, ordered_concurrencies, prompts_for  # noqa: E402
 
@@ -76,8 +77,6 @@ class Sweep:
         paths = [str(ROOT), str(BENCH), str(site)]
         sys.path[:0] = [str(site)]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths + [p for p in [os.environ.get("PYTHONPATH", "")] if p])
-        from environment import environment
-
         self.environment = environment(options.gpu) | {"start_method": "spawn"}
         self.report = self._load()
         self.write()
@@ -125,10 +124,7 @@ class Sweep:
 
     def write(self) -> None:
         """The results so far."""
-        self.options.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.options.out.with_name(self.options.out.name + ".part")
-        partial.write_text(json.dumps(self.report, indent=1) + "\n")
-        partial.replace(self.options.out)
+        write_report(self.options.out, self.report)
 
     def note(self, text: str) -> None:
         """A line above the progress bar."""
@@ -393,7 +389,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         if options.merge:
             if options.out.exists() and options.out not in options.merge:
                 raise PEagleError(f"{options.out} exists", "its results would be overwritten", "choose another --out")
-            options.out.write_text(json.dumps(merged(json.loads(p.read_text()) for p in options.merge), indent=1) + "\n")
+            write_report(options.out, merged(json.loads(p.read_text()) for p in options.merge))
             return 0
         return 3 if Sweep(options).all() else 0
     except PEagleError as error:

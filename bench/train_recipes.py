@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    from environment import environment
+    from environment import environment, write_report
 
     shared = {name: getattr(options, name) for name in ("steps", "tokens_per_step", "documents", "seed")}
     report: dict[str, Any] = {"environment": environment(), "shared": shared, "recipes": {}}
@@ -128,8 +128,7 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
             for name, result in pool.imap_unordered(train, [(name, Path(folder) / "corpus", options) for name in todo]):
                 report["recipes"][name] = result
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(report, indent=1) + "\n")
+                write_report(options.out, report)
                 last = result["curve"][-1]
                 print(f"{name}: walk {last['walk'][6]:.3f} after {last['step']} steps, {result['seconds']} s", flush=True)
     title = f"tiny pair (width 128), {options.tokens_per_step} tokens a step, seed {options.seed}, CPU"

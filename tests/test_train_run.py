@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"embedding": "full", "segments": 3}, {"segments": 2, "partition": "cached"}, {"method": "eagle3"}, {"steps": None, "epochs": 1.5, "tokens_per_step": 120},
+    {}, {"embedding": "full", "segments": 3}, {"segments": 2, "partition": "cached"}, {"method": "eagle3"}, {"optimizer": "adamw"}, {"steps": None, "epochs": 1.5, "tokens_per_step": 120},
     {"ema": 0.9, "noise": 0.1, "weight_decay": 0.1, "segments": 2}, {"holdout": 2, "select": "best", "eval_every": 1, "ema": 0.9},
 ])  # fmt: skip
 def test_resume_is_bit_exact(place: Path, tmp_path: Path, changes: dict[str, Any]) -> None:

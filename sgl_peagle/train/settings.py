@@ -42,7 +42,7 @@ class Settings:
         lr, embedding_lr: AdamW's peak learning rates; the second for a trained copy of the embedding.
         warmup, final_lr: Share of the steps that warm up; share of the peak at the end of the cosine.
         clip: Largest norm of the gradient.
-        weight_decay: AdamW's, of matrices; norms, MASK row, ``mask_hidden`` and embedding never decay.
+        weight_decay: Of matrices, the optimiser's own; norms, MASK row, ``mask_hidden`` and embedding never decay.
         noise: Half the width of uniform noise on the hidden states that are fed, in units of each channel's scale.
         ema: Decay of the weights' running mean, which is then evaluated and exported; 0: the weights themselves.
         steps, epochs, minutes: Length of the run; exactly one is given.
@@ -118,7 +118,7 @@ class Settings:
                 "they are shares of the rows",
                 "use a ratio in (0, 1] and a floor in [0, 1]",
             )
-        if not min(self.matrix_lr, self.lr, self.embedding_lr, self.clip) > 0:
+        if not all(value > 0 for value in (self.matrix_lr, self.lr, self.embedding_lr, self.clip)):
             _refuse("a learning rate or the clip is not positive", "nothing would be learned", "correct it")
         self._check_regularisers()
         if self.eval_every is not None and self.eval_every < 1:
