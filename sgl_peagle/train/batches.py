@@ -1,18 +1,18 @@
 """Batches: which documents share a step, and the rows they give. Everything follows from (seed, epoch, index).
 
-All of it happens on the host, in a thread ahead of the steps, so that a step never waits for it.
+All of it happens on the host, in a process ahead of the steps, so that a step never waits for it.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+import signal
 from dataclasses import dataclass
-from typing import Callable, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.train.attention import BLOCK, Rows
@@ -219,8 +219,39 @@ def full_batch(documents: Sequence[Document], depths: int) -> Batch:
     return make_batch(documents, lambda d: all_rows(d.n, depths))
 
 
+class _Stream(IterableDataset[tuple[int, int, int, Batch]]):
+    """The batches of a run without end, from a place on."""
+
+    def __init__(
+        self, documents: Sequence[Document], seed: int, tokens_per_step: int, cod: Cod, epoch: int, index: int
+    ) -> None:
+        self.documents, self.seed, self.tokens_per_step, self.cod = documents, seed, tokens_per_step, cod
+        self.epoch, self.index = epoch, index
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, Batch]]:
+        epoch, first = self.epoch, self.index
+        while True:
+            order = epoch_order(self.documents, self.seed, epoch, self.tokens_per_step)
+            for i in range(first, len(order)):
+                chosen = [self.documents[j] for j in order[i]]
+                yield epoch, i, len(order), training_batch(chosen, self.seed, epoch, self.cod)
+            epoch, first = epoch + 1, 0
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _leave_signals(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the trainer decides what it means, and still needs its batches."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Feed:
-    """Batches from a thread that works ahead; ``next`` gives (epoch, index in epoch, batches in epoch, batch).
+    """Batches from a process that works ahead; ``next`` gives (epoch, index in epoch, batches in epoch, batch).
+
+    A thread would hold the interpreter's lock for much of the time in which a step's kernels are launched.
 
     Args:
         documents: Training documents.
@@ -233,45 +264,20 @@ class Feed:
         self, documents: Sequence[Document], seed: int, tokens_per_step: int, cod: Cod,
         epoch: int = 0, index: int = 0, ahead: int = 4,
     ) -> None:  # fmt: skip
-        self._queue: queue.Queue[object] = queue.Queue(ahead)
-        self._stop = threading.Event()
-
-        def batches() -> Iterator[tuple[int, int, int, Batch]]:
-            at, first = epoch, index
-            while True:
-                order = epoch_order(documents, seed, at, tokens_per_step)
-                for i in range(first, len(order)):
-                    yield at, i, len(order), training_batch([documents[j] for j in order[i]], seed, at, cod)
-                at, first = at + 1, 0
-
-        def work() -> None:
-            try:
-                for item in batches():
-                    if not self._put(item):
-                        return
-            except BaseException as error:  # shown where it is seen: in the training loop
-                self._put(error)
-
-        self._thread = threading.Thread(target=work, daemon=True, name="batches")
-        self._thread.start()
-
-    def _put(self, item: object) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
+        stream = _Stream(documents, seed, tokens_per_step, cod, epoch, index)
+        self._batches: Optional[Iterator[Any]] = iter(
+            DataLoader(
+                stream, batch_size=None, num_workers=1, prefetch_factor=ahead, collate_fn=_as_it_is,
+                worker_init_fn=_leave_signals, generator=torch.Generator(),  # its own: the run's is not drawn from
+            )  # fmt: skip
+        )
 
     def next(self) -> tuple[int, int, int, Batch]:
-        """The next batch; an error of the thread is raised here."""
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item  # type: ignore[return-value]
+        """The next batch; an error of the process is raised here."""
+        assert self._batches is not None, "the feed is closed"
+        item: tuple[int, int, int, Batch] = next(self._batches)
+        return item
 
     def close(self) -> None:
-        """Stop the thread."""
-        self._stop.set()
-        self._thread.join()
+        """Stop the process."""
+        self._batches = None
