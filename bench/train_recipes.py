@@ -16,6 +16,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if todo:
             write_corpus(Path(folder) / "corpus", options.documents)
-        with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
-            for name, result in pool.imap_unordered(train, [(name, Path(folder) / "corpus", options) for name in todo]):
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
+            runs = [pool.submit(train, (name, Path(folder) / "corpus", options)) for name in todo]
+            for name, result in (run.result() for run in as_completed(runs)):
                 report["recipes"][name] = result
                 write_report(options.out, report)
                 last = result["curve"][-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Optional
 
 import click
 
+from sgl_peagle import __version__
 from sgl_peagle.errors import PEagleError
 from sgl_peagle.train.crew import Workers
 
@@ -179,7 +181,16 @@ def evaluate(
     short = results if len({path.name for path in heads}) < len(heads) else {Path(n).name: r for n, r in results.items()}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"kind": "teacher-forced", "heads": short}, indent=1) + "\n")
+        environment = {
+            "tool": f"sgl-peagle {__version__}",
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(where) if where.startswith("cuda") else where,
+            "dtype": dtype or ("bfloat16" if where.startswith("cuda") else "float32"),
+            "documents_per_set_at_most": limit,
+            "date": datetime.date.today().isoformat(),
+        }
+        written = {"kind": "teacher-forced", "environment": environment, "heads": short}
+        out.write_text(json.dumps(written, indent=1) + "\n")
     click.echo(table(short))
 
 

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Real acceptance and real speed of two heads on their target: bench/run_real.sh TARGET PROMPTS FOLDER [HEAD_PEAGLE HEAD_EAGLE3]
+# PROMPTS is a folder with human_eval.jsonl and, for acceptance, mt_bench.jsonl, gsm8k_test.jsonl and spec_bench.jsonl.
+# On a CUDA GPU; without one it measures batch 1 on the CPU. Started again, it goes on where it ended.
+set -uo pipefail
+usage="usage: bench/run_real.sh TARGET PROMPTS FOLDER [HEAD_PEAGLE HEAD_EAGLE3]"
+target=$(realpath "${1:?$usage}") prompts=$(realpath "${2:?$usage}") && mkdir -p "${3:?$usage}" && out=$(realpath "$3") || exit 1
+peagle=$(realpath "${4:-$(dirname "$0")/../examples/heads/smollm2-135m-peagle}")
+eagle3=$(realpath "${5:-$(dirname "$0")/../examples/heads/smollm2-135m-eagle3}")
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+python=${PYTHON:-python3}
+[ -f "$prompts/human_eval.jsonl" ] || { echo "no $prompts/human_eval.jsonl"; echo "$usage"; exit 2; }
+sets=()
+for name in human_eval mt_bench gsm8k_test spec_bench; do
+  [ -f "$prompts/$name.jsonl" ] && sets+=(--prompts "$name=$prompts/$name.jsonl") || echo "left out: $name (no $prompts/$name.jsonl)"
+done
+sweep() {
+  "$python" bench/sweep.py --out "$out/sweep.json" --continue --target "$target" --head-peagle "$peagle" \
+    --head-eagle3 "$eagle3" --prompts "$prompts/human_eval.jsonl" "$@"
+}
+if [ -e /dev/nvidia0 ]; then
+  "$python" bench/acceptance.py --target "$target" --peagle "$peagle" --eagle3 "$eagle3" --k 1,3,5,7,10 "${sets[@]}" \
+    --long-code 8 --limit 120 --concurrency 128 --engine mem_fraction_static=0.9 --out "$out/acceptance.json"
+  sweep --k 1 3 5 7 10 --profile 1
+else
+  sweep --device cpu --k 3 5 7 --concurrency 1 --prompts-per-cell 12 --output-tokens 96 --profile --repeats 1
+fi
+"$python" bench/report.py "$out/sweep.json" --out "$out/report"
