@@ -88,8 +88,56 @@ def _host_graph_symbols() -> list[HostSymbol]:
     ]  # fmt: skip
 
 
+def _cpu_platform_symbols() -> list[HostSymbol]:
+    """What :mod:`sgl_peagle.cpu` subclasses, calls and changes."""
+    native = "layers.attention.torch_native_backend"
+    updater = "managers.scheduler_components.weight_updater"
+    return [
+        HostSymbol(native, "TorchNativeAttnBackend.__init__", ("model_runner",)),
+        HostSymbol(native, "TorchNativeAttnBackend.init_forward_metadata", ("forward_batch",)),
+        *_symbols("layers.radix_attention", AttentionType="", RadixAttention=""),
+        *_symbols("mem_cache.memory_pool", KVWriteLoc=""),
+        *_symbols("layers.attention.attention_registry", register_attention_backend="name"),
+        HostSymbol("speculative.draft_utils", "DraftBackendFactory._create_backend",
+                   ("backend_name", "backend_map", "error_template", "stamps_children")),
+        *_symbols("managers.overlap_utils", gather_spec_extras=""),
+        HostSymbol("layers.quantization.unquant", "UnquantizedLinearMethod.apply", ("layer", "x", "bias")),
+        HostSymbol("layers.logits_processor", "LogitsProcessor._compute_lm_head", ("lm_head", "embedding_bias")),
+        *(HostSymbol(updater, f"SchedulerWeightUpdaterManager.{name}")
+          for name in ("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
+                       "update_weights_from_ipc", "resume_memory_occupation", "check_weights")),
+    ]  # fmt: skip
+
+
+def _model_symbols() -> list[HostSymbol]:
+    """What :mod:`sgl_peagle.model` is built of."""
+    linear, vocabulary = "layers.linear", "layers.vocab_parallel_embedding"
+    return [
+        HostSymbol("configs.draft_parallel", "DraftTPExecution"),
+        HostSymbol("layers.layernorm", "RMSNorm.__init__", ("hidden_size", "eps")),
+        HostSymbol(linear, "QKVParallelLinear.__init__",
+                   ("hidden_size", "head_size", "total_num_heads", "total_num_kv_heads", "bias", "quant_config", "prefix")),
+        HostSymbol(vocabulary, "VocabParallelEmbedding.__init__", ("num_embeddings", "embedding_dim", "prefix")),
+        HostSymbol(vocabulary, "ParallelLMHead.__init__", ("num_embeddings", "embedding_dim", "quant_config", "prefix")),
+        HostSymbol("layers.logits_processor", "LogitsProcessor.__init__", ("config",)),
+        *_symbols("model_loader.weight_utils", default_weight_loader="param loaded_weight"),
+        *_symbols("utils.common", add_prefix="name prefix"),
+    ]  # fmt: skip
+
+
 HOST_SYMBOLS: tuple[HostSymbol, ...] = tuple(
     [
+        *_model_symbols(),
+        *_cpu_platform_symbols(),
+        *_symbols("model_executor.forward_batch_info", CaptureHiddenMode="", ForwardMode=""),
+        *_symbols("model_executor.cuda_graph_config", Backend="", Phase=""),
+        *_symbols("environ", envs=""),
+        *_symbols("speculative.spec_utils", get_plan_stream="device"),
+        *_symbols("speculative.spec_registry", get_spec=""),
+        *_symbols("arg_groups.model_override_base", model_config_of=""),
+        *_symbols("configs.model_config", AttentionArch=""),
+        *_symbols("plugins.hook_registry", HookType=""),
+        *_symbols("entrypoints.engine", Engine=""),
         *_symbols("plugins", load_plugins=""),
         HostSymbol("speculative.spec_info", "SpeculativeAlgorithm.register",
                    ("name", "supports_overlap", "validate_server_args", "spec_class")),
@@ -173,6 +221,8 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = tuple(
         HostSymbol("models.llama", "LlamaMLP.__init__",
                    ("hidden_size", "intermediate_size", "hidden_act", "quant_config", "prefix")),
         HostSymbol("models.registry", "_ModelRegistry.resolve_model_cls", ("architectures",)),
+        *_symbols("models.registry", ModelRegistry=""),
+        *_symbols("server_args", ServerArgs=""),
         HostSymbol("configs.draft_parallel", "DraftParallelSpec", ("tp_execution",)),
         HostSymbol("model_executor.model_runner_components.spec_aux_hidden_state",
                    "resolve_spec_aux_hidden_state_config", ("server_args", "model_config", "spec_algorithm")),
@@ -239,20 +289,28 @@ def _parse(root: Path, module: str) -> ast.Module | None:
     return None
 
 
+def _defined(node: ast.AST) -> list[str]:
+    """Names that a statement defines: of a function, a class, variables or imports."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
 def _mismatch(tree: ast.Module, symbol: HostSymbol) -> str | None:
     node: ast.AST | None = tree
     for part in symbol.name.split("."):
         node = next(
-            (
-                child
-                for child in ast.iter_child_nodes(node)
-                if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == part
-            ),
+            (child for child in ast.iter_child_nodes(node) if part in _defined(child)),
             None,
         )
         if node is None:
             return f"expected {symbol.name}({', '.join(symbol.parameters)}), found nothing of that name"
-    if isinstance(node, ast.ClassDef):
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.ImportFrom)):
+        found = []
+    elif isinstance(node, ast.ClassDef):
         found = [s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
     else:
         args = node.args

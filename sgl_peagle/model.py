@@ -22,7 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.llama import LlamaAttention, LlamaMLP
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
-from sglang.srt.utils import add_prefix
+from sglang.srt.utils.common import add_prefix
 from torch import nn
 
 from sgl_peagle.errors import PEagleError

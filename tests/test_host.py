@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +46,26 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "sglang_version", lambda: "0.6.0")
     with pytest.raises(PEagleError, match="0.6.0"):
         host.check_host()
+
+
+def _imported(file: Path) -> set[tuple[str, str]]:
+    """(module below ``sglang.srt``, name) of everything that a file imports from SGLang at run time."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("sglang.")]
+    return {(n.module.removeprefix("sglang.srt."), alias.name) for n in imports for alias in n.names}  # type: ignore[union-attr]
+
+
+def test_every_import_from_sglang_is_in_the_table() -> None:
+    listed = {(symbol.module, symbol.name.split(".")[0]) for symbol in host.HOST_SYMBOLS}
+    modules = {symbol.module for symbol in host.HOST_SYMBOLS}
+    package = Path(host.__file__).parent
+    used = {(file.name, *pair) for file in package.rglob("*.py") for pair in _imported(file)}
+    assert len(used) > 60
+    missing = [u for u in used if u[1:] not in listed and f"{u[1]}.{u[2]}" not in modules]
+    assert not missing, f"imported, but in no line of host.HOST_SYMBOLS: {sorted(missing)}"
 
 
 def test_the_check_imports_nothing_of_sglang() -> None:
