@@ -7,8 +7,8 @@ One engine per (method, K). Acceptance length is (completion_tokens - 1) / spec_
 dividing (the prefill gives the first token; no round does); per-position rates are SGLang's histogram of accepted
 drafts. ``one_plus_accepted`` is 1 plus the sum of those rates: a little more, as it counts drafts beyond an answer's
 end. Cells that the file already holds are skipped, so an interrupted run is continued by the same command.
-``--table FILE`` prints a file as Markdown and ``--merge A B --out C`` joins files of one run in several processes; both
-run nothing.
+``--table FILE`` prints a file as Markdown, ``--plot FILE`` draws its acceptance lengths over K beside it, and
+``--merge A B --out C`` joins files of one run in several processes; these run nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 from environment import environment, write_report  # noqa: E402
 
 from sgl_peagle.train.data_cli import key_values  # noqa: E402
+from sgl_peagle.train.regenerate import file_hash  # noqa: E402
 
 #: Classes of context length: the prompt and half of the answer, in tokens.
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
+#: Spec-Bench lists its multi-turn conversations by MT-Bench's categories: of its six kinds, they are one.
+MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 ON_CPU = (
     "temperature {} is left out: SGLang verifies greedily on a CPU at any temperature, so the result would be that of "
     "temperature 0"
@@ -184,6 +187,56 @@ def run_engine(
         return harness.with_engine(use, timeout=options.timeout, **arguments)
 
 
+def with_multi_turn(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cells and, where they are missing, those of Spec-Bench's kind ``multi_turn``, pooled from its categories."""
+    kept = [cell for cell in found if (cell["prompts"], cell["kind"]) != ("spec_bench", "multi_turn")]
+    parts: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in kept:
+        if cell["prompts"] == "spec_bench" and cell["kind"] in MULTI_TURN:
+            parts.setdefault((*identity(cell), cell["loops"]), []).append(cell)
+    for cells_of in parts.values():
+        sums = {name: sum(c[name] for c in cells_of) for name in ("rounds", "requests", "completion_tokens")}
+        rates = [sum(c["rounds"] * c["per_position"][j] for c in cells_of) / sums["rounds"] for j in range(cells_of[0]["k"])]
+        per_request = sum(c["requests"] * c["mean_of_requests"] for c in cells_of) / sums["requests"]
+        kept.append(
+            cells_of[0] | sums | {
+                "kind": "multi_turn", "per_position": [round(rate, 4) for rate in rates],
+                "acceptance_length": round((sums["completion_tokens"] - sums["requests"]) / sums["rounds"], 4),
+                "mean_of_requests": round(per_request, 4), "one_plus_accepted": round(1 + sum(rates), 4),
+            }  # fmt: skip
+        )
+    return kept
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    """Acceptance length over K at temperature 0: one panel per prompt set, broken lines without looping answers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = [c for c in report["cells"] if c["context"] == c["kind"] == "all" and c["temperature"] == 0]
+    names = list(dict.fromkeys(c["prompts"] for c in found))
+    figure, panels = pyplot.subplots(1, len(names), figsize=(3 * len(names), 3.6), sharey=True, squeeze=False)
+    for axes, name in zip(panels[0], names):
+        for method, color in (("eagle3", "#1f77b4"), ("peagle", "#d62728")):
+            for loops, style in (("included", "-"), ("excluded", "--")):
+                points = sorted(
+                    (c["k"], c["acceptance_length"]) for c in found
+                    if (c["prompts"], c["method"], c["loops"]) == (name, method, loops)
+                )  # fmt: skip
+                label = f"{'EAGLE-3' if method == 'eagle3' else 'P-EAGLE'}{', without loops' if loops == 'excluded' else ''}"
+                axes.plot(*zip(*points) if points else ((), ()), style, color=color, marker="o", ms=3, label=label)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("K")
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("acceptance length, real, greedy")
+    panels[0][0].legend(fontsize=6)
+    figure.suptitle(f"{found[0]['target']}, {report['environment']['gpu']}, {report['environment']['date']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
 def table(report: dict[str, Any]) -> str:
     """The file's cells over everything, then by context and by kind, as Markdown."""
     lines = ["| method | head | prompts | T | K | AL | AL without loops | per position | rounds |", "|---" * 9 + "|"]
@@ -217,15 +270,16 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         SystemExit: They were measured differently, or hold the same cell twice.
     """
     first = reports[0]
-    shared = [name for name in first if name not in ("cells", "failed")]
+    shared = [name for name in first if name not in ("cells", "failed", "heads_sha256")]
     if any(report.get(name) != first[name] for report in reports for name in shared):
         sys.exit("the files differ in environment, concurrency or length: results of different runs stay apart")
     whole = [cell for report in reports for cell in report["cells"] if overall(cell, "included")]
     if len({identity(cell) for cell in whole}) < len(whole):
         sys.exit("two files hold the same cell")
-    cells = sorted((c for r in reports for c in r["cells"]), key=lambda c: (c["k"], c["method"] != "peagle"))
+    cells = sorted(with_multi_turn([c for r in reports for c in r["cells"]]), key=lambda c: (c["k"], c["method"] != "peagle"))
     failed = {name: reason for report in reports for name, reason in report["failed"].items()}
-    return {name: first[name] for name in shared} | {"failed": failed, "cells": cells}
+    heads = {name: value for report in reports for name, value in report.get("heads_sha256", {}).items()}
+    return {name: first[name] for name in shared} | {"heads_sha256": heads, "failed": failed, "cells": cells}
 
 
 def overall(cell: dict[str, Any], loops: str) -> bool:
@@ -244,6 +298,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a result file and stop")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a result file's acceptance lengths and stop")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="join result files into --out and stop")
     parser.add_argument("--target", type=Path)
     parser.add_argument("--target-name", help="what to call the target in the results; default: its folder's name")
@@ -264,6 +319,9 @@ def main() -> None:
     if options.table:
         print(table(json.loads(options.table.read_text())))
         return
+    if options.plot:
+        plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
+        return
     if options.merge:
         if not options.out or options.out.exists():
             parser.error("--merge needs --out with a new file")
@@ -283,16 +341,21 @@ def main() -> None:
         report = json.loads(options.out.read_text())
     where = environment()
     where |= {"sgl_peagle": where["sgl_peagle_commit"]}
-    report = {"environment": where, "concurrency": options.concurrency, "max_new_tokens": options.max_new_tokens} | {
-        "failed": {}, **report
-    }  # fmt: skip
+    settings = {name: getattr(options, name) for name in ("concurrency", "max_new_tokens", "limit", "long_code")}
+    heads = [("peagle", head) for head in options.peagle] + [("eagle3", head) for head in options.eagle3]
+    files = {head.name: file_hash(head / "model.safetensors") for _, head in heads}
+    changed = [name for name, value in settings.items() if report.get(name, value) != value]
+    if changed:
+        sys.exit(f"{options.out} was measured with other settings: {', '.join(changed)}\n  give the same ones, or another --out")
+    report = {"environment": where, **settings, "heads_sha256": files, "failed": {}} | report
+    if any(report["heads_sha256"].setdefault(name, value) != value for name, value in files.items()):
+        sys.exit(f"{options.out} has results of other heads of these names\n  choose another --out, or name the folders apart")
 
     import harness
 
     harness.import_sglang()
     chat, sets = prompt_sets(options)
     target = options.target_name or options.target.name
-    heads = [("peagle", head) for head in options.peagle] + [("eagle3", head) for head in options.eagle3]
     setups = [Setup(method, head, int(k)) for k in options.k.split(",") for method, head in heads]
     for setup in setups:
         stamp = {"target": target, "head": setup.head.name, "method": setup.method, "k": setup.k}
@@ -323,7 +386,7 @@ def main() -> None:
         report["failed"].pop(label, None)
         for (wanted, temperature), records in zip(work, outcomes):
             full = stamp | {"prompts": wanted.name, "temperature": temperature}
-            report["cells"] += [full | cell for cell in cells(records, setup.k)]
+            report["cells"] = with_multi_turn([*report["cells"], *(full | cell for cell in cells(records, setup.k))])
         write_report(options.out, report)
         print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
     write_report(options.out, report)

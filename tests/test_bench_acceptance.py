@@ -70,6 +70,33 @@ def test_merge(bench: ModuleType) -> None:
         bench.merged([report("eagle3", 7), report("eagle3", 7)])
 
 
+def test_multi_turn_conversations_are_one_of_six_kinds(bench: ModuleType) -> None:
+    stamp = {"target": "t", "head": "h", "method": "peagle", "prompts": "spec_bench", "k": 2, "temperature": 0.0}
+    records = [record(10, 9, 4, [0, 4]), record(10, 13, 4, [0, 0, 4]), record(10, 5, 2, [0, 2])]
+    for one, kind in zip(records, ("math", "stem", "qa")):
+        one["kind"] = kind
+    found = bench.with_multi_turn([stamp | cell for cell in bench.cells(records, 2)])
+    pooled = [c for c in found if c["kind"] == "multi_turn" and c["loops"] == "included"]
+    direct = bench.acceptance(records[:2], 2)
+    assert len(pooled) == 1 and {name: pooled[0][name] for name in direct} == direct
+    assert bench.with_multi_turn(found) == found
+
+
+def test_results_of_another_head_or_setting_stay_apart(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "run_engine", lambda _setup, work, *_: [[record(10, 5, 2, [0, 2])] for _ in work])
+    out = tmp_path / "acceptance.json"
+    run(bench, monkeypatch, out, "--k", "3")
+    report = json.loads(out.read_text())
+    assert report["limit"] is None and len(report["heads_sha256"]["head"]) == 64
+    with pytest.raises(SystemExit, match="limit"):
+        run(bench, monkeypatch, out, "--k", "5", "--limit", "1")
+    out.write_text(json.dumps(report | {"heads_sha256": {"head": "0" * 64}}))
+    with pytest.raises(SystemExit, match="other heads"):
+        run(bench, monkeypatch, out, "--k", "5")
+
+
 def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> None:
     prompts = out.parent / "toy.jsonl"
     prompts.write_text('{"turns": ["Where does Anna live?", "List more"]}\n{"prompt": "Count by 2"}\n')
