@@ -142,9 +142,23 @@ def _graph_gb(engine: dict[str, Any]) -> Optional[float]:
     return graph
 
 
-def targets(cells: list[Cell], engines: list[dict[str, Any]], host_sync: list[dict[str, Any]] = ()) -> list[Verdict]:
-    """All targets of one group of cells; ``engines`` and ``host_sync`` of the same model, preset and vocabulary."""
-    label = "simulated acceptance" if any(c["simulated_acceptance"] for c in cells) else "real acceptance"
+def _real_targets(cells: list[Cell]) -> list[Verdict]:
+    """Targets of trained heads; those of the 8B shape mean nothing for another target."""
+    speed = _over(find(cells, "peagle", 1), find(cells, "eagle3", 1), "output_tokens_per_s")
+    found = [Verdict("tokens/s, c=1: P-EAGLE / EAGLE-3, each at its best K", speed, 1.3, False, "real acceptance")]
+    three, seven = ({m: find(cells, m, 1, k) for m in ("peagle", "eagle3")} for k in (3, 7))
+    ratio = _over(seven["peagle"], seven["eagle3"], "acceptance_length")
+    found.append(Verdict("acceptance length, K=7, c=1: P-EAGLE / EAGLE-3", ratio, 1.0, False, "real acceptance"))
+    gain: dict[str, Optional[float]] = {
+        m: b["acceptance_length"] - a["acceptance_length"] if (a := three[m]) and (b := seven[m]) else None for m in three
+    }  # fmt: skip
+    ratio = gain["peagle"] / gain["eagle3"] if gain["peagle"] is not None and gain["eagle3"] else None
+    return [*found, Verdict("gain in acceptance length from K=3 to K=7: P-EAGLE / EAGLE-3", ratio, 1.0, False, "real acceptance")]
+
+
+def _simulated_targets(cells: list[Cell], host_sync: Sequence[dict[str, Any]]) -> list[Verdict]:
+    """Targets of the 8B shape with dummy weights."""
+    label = "simulated acceptance"
 
     def round_ratio(c: int, k: int, against: int, limit: float) -> Verdict:
         found = _over(find(cells, "peagle", c, k), find(cells, "eagle3", c, against), "ms_round")
@@ -163,6 +177,13 @@ def targets(cells: list[Cell], engines: list[dict[str, Any]], host_sync: list[di
     for c, limit in ((1, 1.55), (64, 1.15)):
         ratio = _over(find(cells, "peagle", c), find(cells, "eagle3", c), "output_tokens_per_s")
         found.append(Verdict(f"tokens/s, c={c}: P-EAGLE / EAGLE-3, each at its best K", ratio, limit, False, label))
+    return found
+
+
+def targets(cells: list[Cell], engines: list[dict[str, Any]], host_sync: list[dict[str, Any]] = ()) -> list[Verdict]:
+    """All targets of one group of cells; ``engines`` and ``host_sync`` of the same model, preset and vocabulary."""
+    simulated = any(c["simulated_acceptance"] for c in cells)
+    found = _simulated_targets(cells, host_sync) if simulated else _real_targets(cells)
     for k in (3, 7):
         chosen = {m: [e for e in engines if e["method"] == m and e["k"] == k and "error" not in e] for m in ("peagle", "eagle3")}
         p, e = (min(chosen[m], key=lambda x: x["start_s"], default=None) for m in ("peagle", "eagle3"))

@@ -108,7 +108,7 @@ class Sweep:
     def _load(self) -> dict[str, Any]:
         names = ("models", "methods", "k", "concurrency", "vocab", "preset", "input_tokens", "output_tokens", "repeats",
                  "simulate_tokens", "engine_args")  # fmt: skip
-        settings = {name: getattr(self.options, name) for name in names}
+        settings = {name: getattr(self.options, name) for name in names} | self._real_settings()
         fresh = {"environment": self.environment, "environments": [self.environment], "settings": [settings], "engines": [],
                  "host_sync": [], "cells": []}  # fmt: skip
         if not self.options.out.exists():
@@ -121,6 +121,20 @@ class Sweep:
         old["environments"].append(self.environment)
         old["settings"].append(settings)
         return old
+
+    def _real_settings(self) -> dict[str, Any]:
+        """What was measured with real heads, by name and hash (nothing, with dummy weights)."""
+        options = self.options
+        if options.target is None:
+            return {}
+        from sgl_peagle.train.regenerate import file_hash
+
+        heads = [head for head in (options.head_peagle, options.head_eagle3) if head is not None]
+        return {
+            "models": [options.target.name], "vocab": ["head"], "input_tokens": "real prompts",
+            "prompts_per_cell": options.prompts_per_cell, "prompts": {options.prompts.name: file_hash(options.prompts)},
+            "heads_sha256": {head.name: file_hash(head / "model.safetensors") for head in heads},
+        }  # fmt: skip
 
     def write(self) -> None:
         """The results so far."""
