@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
+from environment import environment, write_report
 
 from sgl_peagle.heads.formats import format_named
 from sgl_peagle.heads.names import expected_shapes, optional_shapes
@@ -113,6 +113,7 @@ def main() -> None:
         shutil.rmtree(work)
     copied, converted = [s for s, _ in copies], [s for s, _ in conversions]
     result = {
+        "environment": environment(),
         "head_bytes": size,
         "to": args.to,
         "cp_seconds": [round(s, 2) for s in copied],
@@ -122,13 +123,11 @@ def main() -> None:
         "cp_seconds_before_sync": [round(s, 2) for _, s in copies],
         "convert_seconds_before_sync": [round(s, 2) for _, s in conversions],
         "peak_rss_mb": round(peak / 1024, 1),
-        "cpus": os.cpu_count(),
         "load_average_after": [round(x, 2) for x in os.getloadavg()],
         "python": platform.python_version(),
-        "torch": torch.__version__,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_report(args.out, result)
     print(json.dumps(result, indent=2))
 
 

@@ -10,15 +10,15 @@ by SGLANG_PLUGINS. ``modules_of_other_packages`` are modules that only the plugi
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
+
+from environment import environment, write_report
 
 CODE = """
 import sys, time
@@ -55,10 +55,7 @@ def main() -> None:
     without, _ = measure("no-such-plugin", options.repetitions)
     best = [min(with_plugin), min(without)]
     report = {
-        "environment": {
-            "machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-            "sglang": metadata.version("sglang"), "date": datetime.date.today().isoformat(),
-        },
+        "environment": environment() | {"machine": platform.machine(), "python": platform.python_version()},
         "load_plugins_ms_with": round(1000 * best[0], 2),
         "load_plugins_ms_without": round(1000 * best[1], 2),
         "added_ms": round(1000 * (best[0] - best[1]), 2),
@@ -68,7 +65,7 @@ def main() -> None:
         "repetitions": options.repetitions,
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, report)
     print(json.dumps(report, indent=1))
 
 

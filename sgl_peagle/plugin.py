@@ -36,12 +36,20 @@ def _register_refusal(error: Exception) -> None:
     """Make ``--speculative-algorithm PEAGLE`` fail with the reason instead of "unknown algorithm"."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    from sgl_peagle.errors import PEagleError
     from sgl_peagle.host import check_host
+
+    def refusal() -> PEagleError:
+        return PEagleError(
+            "sgl-peagle could not register with this SGLang",
+            str(error),
+            "report it with both versions; servers without PEAGLE are not affected",
+        )
 
     def refuse(_server_args: object) -> None:
         check_host()
-        raise RuntimeError(f"sgl-peagle could not register with this SGLang: {error}") from error
+        raise refusal() from error
 
     @SpeculativeAlgorithm.register("PEAGLE", supports_overlap=True, validate_server_args=refuse)
     def _worker(_server_args: object) -> type:
-        raise RuntimeError(f"sgl-peagle could not register with this SGLang: {error}")
+        raise refusal()

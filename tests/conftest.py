@@ -31,8 +31,10 @@ def _write_gpu_report(terminalreporter, file: Path) -> None:
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             if "gpu" in report.keywords:
-                said = report.capstdout.splitlines()[-3:] if outcome == "passed" else []
-                tests[report.nodeid] = {"outcome": outcome, "seconds": round(report.duration, 1), "printed": said}
+                said = report.capstdout.splitlines()[-3:]
+                crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", "") if outcome == "failed" else ""
+                why = {"why": crash[-500:]} if crash else {}
+                tests[report.nodeid] = {"outcome": outcome, "seconds": round(report.duration, 1), "printed": said} | why
     file.write_text(json.dumps({"environment": environment(), "tests": dict(sorted(tests.items()))}, indent=1) + "\n")
 
 

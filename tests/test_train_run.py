@@ -188,25 +188,31 @@ def test_going_on_after_an_export_keeps_it(place: Path, tmp_path: Path) -> None:
     assert done == {"head": 6, "head-step2": 2}
 
 
-def test_a_signal_ends_in_order(place: Path, tmp_path: Path) -> None:
-    """SIGTERM: the step is finished, a checkpoint written, the way on is shown; nothing is exported."""
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_ends_in_order(number: signal.Signals, to_all: bool, place: Path, tmp_path: Path) -> None:
+    """The step is finished, a checkpoint written, the way on is shown; nothing is exported.
+
+    SIGINT goes to all processes of the run, as a terminal sends it: the one that makes batches must outlive it.
+    """
     command = [sys.executable, "-c", "from sgl_peagle.cli import main; main()", "train", "run", "--target"]
     command += [str(place / "target"), "--corpus", str(place / "corpus"), "--out", str(tmp_path / "out"), "--steps", "100000"]
     command += ["--mask-token-id", str(MASK), "--tokens-per-step", "80", "--log-every", "1", "--device", "cpu", "--max-length", "64"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )  # fmt: skip
     log = tmp_path / "out" / LOG
     try:
         for _ in range(600):
             if log.is_file() and process.poll() is None and len(log.read_text().splitlines()) > 3:
                 break
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        output, complaints = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 143 and "--resume" in output
+    assert process.returncode == 128 + number and "--resume" in output, complaints[-2000:]
+    assert "Traceback" not in complaints, complaints[-2000:]
     assert checkpoint.load(tmp_path / "out")["step"] >= 3
     assert not (tmp_path / "out" / "head").exists()
 

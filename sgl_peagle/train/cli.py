@@ -38,7 +38,9 @@ class _Lazy(click.Group):
             @click.command(cmd_name, short_help=f"not installed: {reason}", context_settings={"ignore_unknown_options": True})
             @click.argument("_rest", nargs=-1, type=click.UNPROCESSED)
             def missing(_rest: tuple[str, ...]) -> None:
-                raise click.ClickException(f"`train {cmd_name}` is not available: {reason}")
+                raise click.ClickException(
+                    f"`train {cmd_name}` is not available\n  why: {reason}\n  fix: install what is missing; the trainer needs torch, transformers and tqdm"
+                )
 
             return missing
 

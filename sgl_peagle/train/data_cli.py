@@ -165,7 +165,9 @@ def evaluate(
         numbers = sorted({int(k) for k in ks.split(",")})
         assert numbers[0] >= 1
     except (ValueError, AssertionError) as error:
-        raise click.BadParameter("give numbers of drafts, such as 3,5,7", param_hint="--k") from error
+        raise click.BadParameter(
+            f"{ks!r}\n  why: a head is judged at numbers of drafts\n  fix: give them, such as 3,5,7", param_hint="--k"
+        ) from error
     if out is not None and out.exists():
         raise click.ClickException(f"{out} exists\n  why: it may hold earlier results\n  fix: choose another file")
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")

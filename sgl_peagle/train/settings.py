@@ -111,7 +111,7 @@ class Settings:
         ) | {"max_length": 3, "holdout": 0, "seed": 0}  # fmt: skip
         for name, low in least.items():
             if getattr(self, name) < low:
-                _refuse(f"{name} is {getattr(self, name)}", f"it must be at least {low}", "correct it")
+                _refuse(f"{name} is {getattr(self, name)}", f"it must be at least {low}", f"use {low} or more")
         if not 0 < self.cod_ratio <= 1 or not 0 <= self.cod_floor <= 1:
             _refuse(
                 f"cod_ratio is {self.cod_ratio}, cod_floor {self.cod_floor}",
@@ -119,7 +119,7 @@ class Settings:
                 "use a ratio in (0, 1] and a floor in [0, 1]",
             )
         if not all(value > 0 for value in (self.matrix_lr, self.lr, self.embedding_lr, self.clip)):
-            _refuse("a learning rate or the clip is not positive", "nothing would be learned", "correct it")
+            _refuse("a learning rate or the clip is not positive", "nothing would be learned", "use values above 0")
         self._check_regularisers()
         if self.eval_every is not None and self.eval_every < 1:
             _refuse(f"eval_every is {self.eval_every}", "it counts steps", "give at least 1, or leave it out")
