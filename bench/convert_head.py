@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from environment import environment, write_report
 
 from sgl_peagle.heads.formats import format_named
@@ -126,7 +127,6 @@ def main() -> None:
         "load_average_after": [round(x, 2) for x in os.getloadavg()],
         "python": platform.python_version(),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     write_report(args.out, result)
     print(json.dumps(result, indent=2))
 

@@ -64,7 +64,6 @@ def main() -> None:
         "ratio": round(best[0] / best[1], 2),
         "repetitions": options.repetitions,
     }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     write_report(options.out, report)
     print(json.dumps(report, indent=1))
 

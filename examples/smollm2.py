@@ -52,3 +52,9 @@ def _convert(source: Path, folder: Path) -> None:
     config["rope_theta"] = model.config.rope_parameters["rope_theta"]  # SGLang also reads the old spelling
     (partial / "config.json").write_text(json.dumps(config, indent=2))
     partial.rename(folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/smollm2.py FOLDER   (made there, unless it exists)")
+    print(prepare(Path(sys.argv[1])))
