@@ -46,7 +46,7 @@ def arguments(argv: Optional[list[str]] = None, description: Optional[str] = Non
     add("--must-have", action="store_true", help="only K 3 and 7 at concurrency 1, 8 and 64")
     add("--input-tokens", type=int, default=256)
     add("--output-tokens", type=int, default=256)
-    add("--repeats", type=int, default=3, help="waves per length behind ms_round")
+    add("--repeats", type=int, default=3, help="waves per length behind ms_round; with real prompts, timed batches")
     add("--profile", nargs="*", type=int, default=[8, 1], metavar="C", help="concurrencies at which to profile speculation")
     add("--simulate-tokens", default="fixed", choices=("fixed", "real-draft-token"), help="SGLANG_SIMULATE_ACC_TOKEN_MODE")
     add("--target", type=Path, help="a real target (with --prompts): real acceptance")

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import pair
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -335,9 +336,28 @@ def test_sweep_of_real_engines(tmp_path: Path) -> None:
     assert len([e for e in data["engines"] if "error" not in e]) == 4, "a finished engine was started again"
 
     broken.write_bytes(weights)
-    code, data, text = _sweep(out, "--continue", "--methods", "peagle", "--k", "1", "--concurrency", "1")
+    wider = ("--vocab", "32k", "full")
+    code, data, text = _sweep(out, "--continue", "--methods", "peagle", "--k", "1", "--concurrency", "1", *wider)
     assert code == 0 and not [c for c in data["cells"] if "error" in c], text
+    assert [c["draft_vocab_name"] for c in data["cells"] if c["method"] == "peagle" and c["k"] == 1] == ["32k", "full"]
     refused = subprocess.run(
         [sys.executable, str(BENCH / "sweep.py"), "--models", "toy", "--out", str(out)], capture_output=True, text=True
     )
     assert refused.returncode == 2 and "--continue" in refused.stderr
+
+
+def test_sweep_of_a_real_head(tmp_path: Path) -> None:
+    """Real acceptance, every batch timed twice; the file says which head and prompts it is about, but no path."""
+    prompts, out = tmp_path / "some.jsonl", tmp_path / "real.json"
+    prompts.write_text('{"prompt": "Count by 2"}\n{"turns": ["Where does Anna live?", "And Ben?"]}\n')
+    real = ["--target", str(pair.TARGET), "--head-peagle", str(pair.HEAD), "--prompts", str(prompts), "--methods", "peagle"]
+    code, data, text = _sweep(out, *real, "--k", "3", "--concurrency", "1", "--repeats", "2")
+    assert code == 0, text
+    (cell,) = data["cells"]
+    assert (cell["simulated_acceptance"], cell["dummy_weights"], cell["prompts"]) == (False, False, 4) and cell["acceptance_length"] > 1
+    assert len(cell["output_tokens_per_s_all"]) == 2 and cell["output_tokens_per_s"] == pytest.approx(
+        cell["output_tokens_per_s_all"][0], abs=0.01
+    )
+    (settings,) = data["settings"]
+    assert set(settings["heads_sha256"]) == {pair.HEAD.name} and set(settings["prompts"]) == {"some.jsonl"}
+    assert settings["models"] == [pair.TARGET.name] and str(tmp_path) not in out.read_text()
