@@ -104,7 +104,7 @@ def test_bfloat16_on_every_target_backend(backend: str, tmp_path: Path) -> None:
     acceptance = len(outputs) * (new - 1) / sum(rounds for _, _, rounds in outputs)
     print(f"{backend}: {same} of {total} draft tokens are the oracle's, widest tie {widest:.3f}, AL {acceptance:.3f}")
     assert total > 1500 and same >= 0.99 * total
-    assert widest < 0.5  # bfloat16 has 8 bits: logits around 20 differ by up to 0.1 each after a few layers
+    assert widest < 0.25  # bfloat16 has 8 bits: logits around 20 are 0.125 apart; 0.09 was seen
     # transformers' float32 text at the same prompts is what the CPU serves; half a percent of it are other texts here.
     assert acceptance == pytest.approx(cpu_acceptance(k, new, prompts), rel=0.03)
 

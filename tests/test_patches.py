@@ -15,12 +15,13 @@ PATCHES = sorted((Path(__file__).parent.parent / "patches").glob("*.patch"))
 
 
 def patched(patch: Path, folder: Path) -> Path:
-    """Copy the file that a patch changes into a tree like SGLang's repository, and apply it there."""
+    """Copy the file that a patch changes into a tree like SGLang's repository, unless it is there, and apply it."""
     (name,) = re.findall(r"^\+\+\+ b/(\S+)$", patch.read_text(), re.MULTILINE)
     source = Path(find_spec("sglang").origin).parent / Path(name).relative_to("python/sglang")
     copy = folder / name
-    copy.parent.mkdir(parents=True)
-    shutil.copy(source, copy)
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copy)
     done = subprocess.run(["git", "apply", "--verbose", str(patch)], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert copy.read_text() != source.read_text()
@@ -36,6 +37,11 @@ def test_it_applies_and_gives_a_reason(patch: Path, tmp_path: Path) -> None:
     reason = patch.read_text().split("--- a/")[0].strip()
     assert len(reason.splitlines()) >= 3
     ast.parse(patched(patch, tmp_path).read_text())
+
+
+def test_they_apply_one_after_the_other(tmp_path: Path) -> None:
+    for patch in PATCHES:
+        ast.parse(patched(patch, tmp_path).read_text())
 
 
 def test_the_patched_row_is_wide_enough(tmp_path: Path) -> None:
