@@ -41,7 +41,7 @@ def trained(corpus: Path, out: Path, method: str, steps: int) -> Trainer:
         target=str(TARGET), corpus=str(corpus), method=method, depths=K + 1, steps=steps, tokens_per_step=600,
         max_length=256, lr=3e-3, device="cpu", **own,
     )  # fmt: skip
-    trainer = Trainer(settings, out, formats=("peagle", "vllm"), echo=lambda _: None)
+    trainer = Trainer(settings, out, formats=("peagle", "vllm") + (("speculators",) if method == "peagle" else ()), echo=lambda _: None)
     trainer.run()
     with torch.no_grad():  # the walk must see the weights that the engine loads
         for name, parameter in trainer.head.named_parameters():
@@ -80,7 +80,8 @@ def test_peagle_head_serves(corpus: Path, tmp_path: Path) -> None:
           speculative_draft_model_path=str(tmp_path / "run" / "head-vllm"))  # fmt: skip
     want = rounds_by_walk(trainer, peagle_drafts)
     assert sum(want) < 12 * (NEW - 1) * 0.6, "the head learned too little for the comparison to mean anything"
-    assert rounds_by_engine(**peagle(K, speculative_draft_model_path=str(tmp_path / "run" / "head"))) == want
+    for folder in ("head", "head-speculators"):
+        assert rounds_by_engine(**peagle(K, speculative_draft_model_path=str(tmp_path / "run" / folder))) == want, folder
 
 
 def test_eagle3_head_serves_in_stock_sglang(corpus: Path, tmp_path: Path) -> None:
