@@ -23,8 +23,9 @@ from typing import Any, Iterator, NamedTuple, Optional, Sequence
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
-from environment import environment, write_report  # noqa: E402
+from environment import environment, head_hashes, refuse_other_settings, write_report  # noqa: E402
 
+from sgl_peagle.errors import PEagleError  # noqa: E402
 from sgl_peagle.train.data_cli import key_values  # noqa: E402
 from sgl_peagle.train.regenerate import file_hash  # noqa: E402
 
@@ -189,11 +190,12 @@ def run_engine(
 
 def with_multi_turn(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Cells and, where they are missing, those of Spec-Bench's kind ``multi_turn``, pooled from its categories."""
-    kept = [cell for cell in found if (cell["prompts"], cell["kind"]) != ("spec_bench", "multi_turn")]
+    kept, there = list(found), {(*identity(c), c["loops"]) for c in found if c["kind"] == "multi_turn"}
     parts: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for cell in kept:
-        if cell["prompts"] == "spec_bench" and cell["kind"] in MULTI_TURN:
-            parts.setdefault((*identity(cell), cell["loops"]), []).append(cell)
+    for cell in found:
+        key = (*identity(cell), cell["loops"])
+        if cell["prompts"] == "spec_bench" and cell["kind"] in MULTI_TURN and key not in there:
+            parts.setdefault(key, []).append(cell)
     for cells_of in parts.values():
         sums = {name: sum(c[name] for c in cells_of) for name in ("rounds", "requests", "completion_tokens")}
         rates = [sum(c["rounds"] * c["per_position"][j] for c in cells_of) / sums["rounds"] for j in range(cells_of[0]["k"])]
@@ -216,6 +218,9 @@ def plot(report: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     found = [c for c in report["cells"] if c["context"] == c["kind"] == "all" and c["temperature"] == 0]
+    heads = list(dict.fromkeys((c["method"], c["head"]) for c in found))
+    if not found or len(heads) != len({method for method, _ in heads}):
+        sys.exit("a plot needs cells of temperature 0, and one head of each method")
     names = list(dict.fromkeys(c["prompts"] for c in found))
     figure, panels = pyplot.subplots(1, len(names), figsize=(3 * len(names), 3.6), sharey=True, squeeze=False)
     for axes, name in zip(panels[0], names):
@@ -270,16 +275,20 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         SystemExit: They were measured differently, or hold the same cell twice.
     """
     first = reports[0]
-    shared = [name for name in first if name not in ("cells", "failed", "heads_sha256")]
-    if any(report.get(name) != first[name] for report in reports for name in shared):
+    hashes = ("heads_sha256", "prompts_sha256")
+    shared = [name for report in reports for name in report if name not in ("cells", "failed", *hashes)]
+    if any(report.get(name) != first.get(name) for report in reports for name in shared):
         sys.exit("the files differ in environment, concurrency or length: results of different runs stay apart")
+    known: dict[str, dict[str, str]] = {name: {} for name in hashes}
+    for name, what, value in ((n, w, v) for r in reports for n in hashes for w, v in r.get(n, {}).items()):
+        if known[name].setdefault(what, value) != value:
+            sys.exit(f"the files are about different things named {what!r}: results of different runs stay apart")
     whole = [cell for report in reports for cell in report["cells"] if overall(cell, "included")]
     if len({identity(cell) for cell in whole}) < len(whole):
         sys.exit("two files hold the same cell")
     cells = sorted(with_multi_turn([c for r in reports for c in r["cells"]]), key=lambda c: (c["k"], c["method"] != "peagle"))
     failed = {name: reason for report in reports for name, reason in report["failed"].items()}
-    heads = {name: value for report in reports for name, value in report.get("heads_sha256", {}).items()}
-    return {name: first[name] for name in shared} | {"heads_sha256": heads, "failed": failed, "cells": cells}
+    return {name: first[name] for name in shared} | known | {"failed": failed, "cells": cells}
 
 
 def overall(cell: dict[str, Any], loops: str) -> bool:
@@ -341,15 +350,17 @@ def main() -> None:
         report = json.loads(options.out.read_text())
     where = environment()
     where |= {"sgl_peagle": where["sgl_peagle_commit"]}
-    settings = {name: getattr(options, name) for name in ("concurrency", "max_new_tokens", "limit", "long_code")}
     heads = [("peagle", head) for head in options.peagle] + [("eagle3", head) for head in options.eagle3]
-    files = {head.name: file_hash(head / "model.safetensors") for _, head in heads}
-    changed = [name for name, value in settings.items() if report.get(name, value) != value]
-    if changed:
-        sys.exit(f"{options.out} was measured with other settings: {', '.join(changed)}\n  give the same ones, or another --out")
-    report = {"environment": where, **settings, "heads_sha256": files, "failed": {}} | report
-    if any(report["heads_sha256"].setdefault(name, value) != value for name, value in files.items()):
-        sys.exit(f"{options.out} has results of other heads of these names\n  choose another --out, or name the folders apart")
+    try:
+        settings = {name: getattr(options, name) for name in ("concurrency", "max_new_tokens", "limit", "long_code", "engine")}
+        settings["heads_sha256"] = head_hashes(heads)
+        settings["prompts_sha256"] = {n: file_hash(Path(f)) for n, _, f in (e.partition("=") for e in options.prompts) if f}
+        if report["cells"]:
+            refuse_other_settings(options.out, report, settings)
+    except PEagleError as error:
+        sys.exit(str(error))
+    hashes = {name: settings[name] | report.get(name, {}) for name in ("heads_sha256", "prompts_sha256")}
+    report = {"environment": where, **settings, "failed": {}} | report | hashes
 
     import harness
 

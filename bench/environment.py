@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Iterable, Optional
+
+from sgl_peagle.errors import PEagleError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,6 +65,47 @@ def environment(gpu: Optional[str] = None) -> dict[str, str]:
         "cpu_count": str(os.cpu_count()),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def head_hashes(heads: Iterable[tuple[str, Path]]) -> dict[str, str]:
+    """SHA-256 of the weights by ``"method folder"``, for (method, head) pairs: a folder's name alone says little.
+
+    Of the file, or of the files' hashes where there are several.
+
+    Raises:
+        PEagleError: A folder without safetensors weights.
+    """
+    from sgl_peagle.heads.reader import weight_files
+
+    found = {}
+    for method, head in heads:
+        digests = []
+        for file in weight_files(head):
+            with file.open("rb") as stream:
+                digests.append(hashlib.file_digest(stream, "sha256"))
+        whole = digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(d.digest() for d in digests))
+        found[f"{method} {head.name}"] = whole.hexdigest()
+    return found
+
+
+def refuse_other_settings(file: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Results that go on must be results of the same things.
+
+    Raises:
+        PEagleError: A setting that both name differs (of dicts: an entry that both have), or the file lacks it.
+    """
+    for name, value in new.items():
+        before = old.get(name)
+        if isinstance(value, dict) and isinstance(before, dict):
+            same = all(before.get(key, item) == item for key, item in value.items())
+        else:
+            same = name in old and before == value
+        if not same:
+            raise PEagleError(
+                f"{file} was measured with {name} {before!r}, not {value!r}",
+                "its cells would be taken for results of this run",
+                "give the same settings, or another --out",
+            )
 
 
 def write_report(file: Path, report: dict[str, Any]) -> None:

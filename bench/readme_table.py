@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+#: Answers without loops below which no acceptance length is quoted.
+FEW = 5
+
 NAMES = {"none": "no speculation", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 
 
@@ -38,7 +41,8 @@ def acceptance_table(report: dict[str, Any]) -> str:
     """One row per prompt set and temperature, one column per method and K: acceptance length, in brackets without loops."""
     found: dict[tuple[str, float], dict[tuple[str, int], dict[str, float]]] = {}
     for cell in report["cells"]:
-        if cell["context"] == cell["kind"] == "all":
+        few = cell["loops"] == "excluded" and cell["requests"] < FEW
+        if cell["context"] == cell["kind"] == "all" and not few:
             row = found.setdefault((cell["prompts"], cell["temperature"]), {})
             row.setdefault((cell["method"], cell["k"]), {})[cell["loops"]] = cell["acceptance_length"]
     columns = sorted({key for row in found.values() for key in row}, key=lambda key: (key[0] != "peagle", key[1]))

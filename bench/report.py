@@ -182,8 +182,7 @@ def _simulated_targets(cells: list[Cell], host_sync: Sequence[dict[str, Any]]) -
 
 def targets(cells: list[Cell], engines: list[dict[str, Any]], host_sync: list[dict[str, Any]] = ()) -> list[Verdict]:
     """All targets of one group of cells; ``engines`` and ``host_sync`` of the same model, preset and vocabulary."""
-    simulated = any(c["simulated_acceptance"] for c in cells)
-    found = _simulated_targets(cells, host_sync) if simulated else _real_targets(cells)
+    found = _simulated_targets(cells, host_sync) if any(c["dummy_weights"] for c in cells) else _real_targets(cells)
     for k in (3, 7):
         chosen = {m: [e for e in engines if e["method"] == m and e["k"] == k and "error" not in e] for m in ("peagle", "eagle3")}
         p, e = (min(chosen[m], key=lambda x: x["start_s"], default=None) for m in ("peagle", "eagle3"))

@@ -26,7 +26,7 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 sys.path[:0] = [str(ROOT), str(BENCH)]
 
-from environment import environment, write_report  # noqa: E402
+from environment import environment, head_hashes, refuse_other_settings, write_report  # noqa: E402
 from sweep_options import CPU_ARGS, GPU_ARGS, PRESETS, arguments, on_cuda, read_prompts  # noqa: E402
 from sweep_plan import EngineSpec, cell_key, engines, merged, ordered_concurrencies, prompts_for  # noqa: E402
 
@@ -118,6 +118,10 @@ class Sweep:
                 f"{self.options.out} exists", "its results would be overwritten", "pass --continue to add to it, or another --out"
             )
         old = json.loads(self.options.out.read_text())
+        compared = ("heads_sha256", "prompts_sha256", "prompts_per_cell", "repeats", "engine_args", "output_tokens")
+        now = {name: settings[name] for name in compared if name in settings}
+        if old["cells"] and self.options.target is not None:
+            refuse_other_settings(self.options.out, old["settings"][-1], now)
         old["environments"].append(self.environment)
         old["settings"].append(settings)
         return old
@@ -129,11 +133,11 @@ class Sweep:
             return {}
         from sgl_peagle.train.regenerate import file_hash
 
-        heads = [head for head in (options.head_peagle, options.head_eagle3) if head is not None]
+        heads = [("peagle", options.head_peagle), ("eagle3", options.head_eagle3)]
         return {
             "models": [options.target.name], "vocab": ["head"], "input_tokens": "real prompts",
-            "prompts_per_cell": options.prompts_per_cell, "prompts": {options.prompts.name: file_hash(options.prompts)},
-            "heads_sha256": {head.name: file_hash(head / "model.safetensors") for head in heads},
+            "prompts_per_cell": options.prompts_per_cell, "prompts": options.prompts.name, "prompts_sha256": file_hash(options.prompts),
+            "heads_sha256": head_hashes((method, head) for method, head in heads if head is not None),
         }  # fmt: skip
 
     def write(self) -> None:

@@ -121,8 +121,9 @@ def measure(requests: Requests, switch: sweep_probe.Switch, job: dict[str, Any],
     for _ in range(job["repeats"] if real else 1):
         requests.rewind()
         batches.append(requests.run(requests.prompts(count), concurrency, long))
-    batches.sort(key=lambda batch: tokens_of(batch[1]) / batch[0])
-    seconds, metas = batches[(len(batches) - 1) // 2]
+        if job.get("out"):
+            append_line(Path(job["out"]), {"batch": len(batches)})  # a sign of life
+    seconds, metas = sorted(batches, key=lambda batch: tokens_of(batch[1]) / batch[0])[(len(batches) - 1) // 2]
     cell: dict[str, Any] = {
         "output_tokens_per_s_all": [round(tokens_of(done) / took, 2) for took, done in batches],
         "prompts": count, "seconds": seconds, "output_tokens_per_s": tokens_of(metas) / seconds,
@@ -177,6 +178,7 @@ def main(job_file: Path) -> None:
     """Run a job."""
     job = json.loads(job_file.read_text())
     out = job_file.with_suffix(".jsonl")
+    job["out"] = str(out)
     import sglang
 
     begin = time.perf_counter()

@@ -122,14 +122,20 @@ def main() -> None:
         report = json.loads(options.out.read_text())
         if report["shared"] != shared:
             sys.exit(f"{options.out} was made with {report['shared']}: choose another --out, or these options")
+    failed: list[str] = []
     todo = [name for name in options.recipes if name not in report["recipes"]]
     with tempfile.TemporaryDirectory() as folder:
         if todo:
             write_corpus(Path(folder) / "corpus", options.documents)
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
-            runs = [pool.submit(train, (name, Path(folder) / "corpus", options)) for name in todo]
-            for name, result in (run.result() for run in as_completed(runs)):
+            runs = {pool.submit(train, (name, Path(folder) / "corpus", options)): name for name in todo}
+            for run in as_completed(runs):
+                if run.exception() is not None:
+                    failed.append(runs[run])
+                    print(f"{runs[run]}: {type(run.exception()).__name__}: {run.exception()}", flush=True)
+                    continue
+                name, result = run.result()
                 report["recipes"][name] = result
                 write_report(options.out, report)
                 last = result["curve"][-1]
@@ -137,6 +143,8 @@ def main() -> None:
     title = f"tiny pair (width 128), {options.tokens_per_step} tokens a step, seed {options.seed}, CPU"
     ordered = {name: report["recipes"][name] for name in RECIPES if name in report["recipes"]}
     plot(ordered, options.out.with_suffix(".png"), title)
+    if failed:
+        sys.exit(f"not finished: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

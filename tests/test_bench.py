@@ -356,8 +356,38 @@ def test_sweep_of_a_real_head(tmp_path: Path) -> None:
     (cell,) = data["cells"]
     assert (cell["simulated_acceptance"], cell["dummy_weights"], cell["prompts"]) == (False, False, 4) and cell["acceptance_length"] > 1
     assert len(cell["output_tokens_per_s_all"]) == 2 and cell["output_tokens_per_s"] == pytest.approx(
-        cell["output_tokens_per_s_all"][0], abs=0.01
+        min(cell["output_tokens_per_s_all"]), abs=0.01
     )
     (settings,) = data["settings"]
-    assert set(settings["heads_sha256"]) == {pair.HEAD.name} and set(settings["prompts"]) == {"some.jsonl"}
+    assert list(settings["heads_sha256"]) == [f"peagle {pair.HEAD.name}"] and settings["prompts"] == "some.jsonl"
     assert settings["models"] == [pair.TARGET.name] and str(tmp_path) not in out.read_text()
+    prompts.write_text('{"prompt": "Count by 3"}\n')
+    refused = subprocess.run(
+        [sys.executable, str(BENCH / "sweep.py"), "--out", str(out), *real, "--continue", "--output-tokens", "24", "--repeats", "2"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert refused.returncode == 2 and "prompts_sha256" in refused.stderr, refused.stderr
+
+
+def test_the_median_of_several_batches_is_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter((1.0, 4.0, 1.5, 2.0))  # the warm-up, then three timed batches
+    requests = types.SimpleNamespace(
+        prompts=lambda count: [[1]] * count, rewind=lambda: None,
+        run=lambda prompts, _c, tokens: (next(took), [{"completion_tokens": tokens, "spec_verify_ct": 2} for _ in prompts]),
+    )  # fmt: skip
+    monkeypatch.setattr(sweep_engine, "split", lambda *_: {"ms_round_split_pass": 1.0})
+    job = {"prompts_for": {"2": 3}, "output_tokens": 8, "short_tokens": 4, "prompts": [[1]], "repeats": 3,
+           "simulated_acceptance_length": None}  # fmt: skip
+    cell = sweep_engine.measure(requests, None, job, 2)
+    assert (cell["seconds"], cell["output_tokens_per_s"], cell["output_tokens_per_s_all"]) == (2.0, 12.0, [6.0, 16.0, 12.0])
+
+
+def test_trained_heads_have_targets_of_their_own() -> None:
+    def cell(method: str, k: int, tps: float, length: float) -> dict[str, Any]:
+        return {"method": method, "k": k, "concurrency": 1, "output_tokens_per_s": tps, "acceptance_length": length,
+                "dummy_weights": False, "simulated_acceptance": False}  # fmt: skip
+
+    cells = [cell("peagle", 3, 120, 2.5), cell("peagle", 7, 140, 3.0), cell("eagle3", 3, 100, 2.6), cell("eagle3", 7, 90, 3.6)]
+    found = {v.name: (v.found, v.met) for v in report.targets(cells, []) if v.found is not None}
+    assert [round(value, 3) for value, _ in found.values()] == [1.4, 0.833, 0.5]
+    assert [met for _, met in found.values()] == [True, False, False]

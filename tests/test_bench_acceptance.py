@@ -89,12 +89,19 @@ def test_results_of_another_head_or_setting_stay_apart(
     out = tmp_path / "acceptance.json"
     run(bench, monkeypatch, out, "--k", "3")
     report = json.loads(out.read_text())
-    assert report["limit"] is None and len(report["heads_sha256"]["head"]) == 64
-    with pytest.raises(SystemExit, match="limit"):
+    assert report["limit"] is None and len(report["heads_sha256"]["peagle head"]) == 64
+    with pytest.raises(SystemExit, match="limit None, not 1"):
         run(bench, monkeypatch, out, "--k", "5", "--limit", "1")
-    out.write_text(json.dumps(report | {"heads_sha256": {"head": "0" * 64}}))
-    with pytest.raises(SystemExit, match="other heads"):
+    other = report | {"heads_sha256": {"peagle head": "0" * 64}}
+    out.write_text(json.dumps(other))
+    with pytest.raises(SystemExit, match="heads_sha256"):
         run(bench, monkeypatch, out, "--k", "5")
+    moved = other | {"cells": [cell | {"k": 9} for cell in other["cells"]]}
+    with pytest.raises(SystemExit, match="different things named 'peagle head'"):
+        bench.merged([report, moved])
+    out.write_text(json.dumps(report | {"cells": report["cells"] + [cell | {"k": 5} for cell in report["cells"]]}))
+    bench.plot(json.loads(out.read_text()), out.with_suffix(".png"))
+    assert out.with_suffix(".png").stat().st_size > 5000
 
 
 def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> None:

@@ -188,11 +188,11 @@ def test_going_on_after_an_export_keeps_it(place: Path, tmp_path: Path) -> None:
     assert done == {"head": 6, "head-step2": 2}
 
 
-@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)])
 def test_a_signal_ends_in_order(number: signal.Signals, to_all: bool, place: Path, tmp_path: Path) -> None:
     """The step is finished, a checkpoint written, the way on is shown; nothing is exported.
 
-    SIGINT goes to all processes of the run, as a terminal sends it: the one that makes batches must outlive it.
+    A terminal sends SIGINT to all processes of a run, a cluster SIGTERM: the one that makes batches must outlive them.
     """
     command = [sys.executable, "-c", "from sgl_peagle.cli import main; main()", "train", "run", "--target"]
     command += [str(place / "target"), "--corpus", str(place / "corpus"), "--out", str(tmp_path / "out"), "--steps", "100000"]

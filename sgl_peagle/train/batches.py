@@ -279,5 +279,9 @@ class Feed:
         return item
 
     def close(self) -> None:
-        """Stop the process."""
+        """Stop the process, also one that hangs (it ignores SIGTERM, DataLoader's last resort)."""
+        workers = list(getattr(self._batches, "_workers", ()))
         self._batches = None
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
