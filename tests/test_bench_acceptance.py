@@ -99,9 +99,17 @@ def test_results_of_another_head_or_setting_stay_apart(
     moved = other | {"cells": [cell | {"k": 9} for cell in other["cells"]]}
     with pytest.raises(SystemExit, match="different things named 'peagle head'"):
         bench.merged([report, moved])
-    out.write_text(json.dumps(report | {"cells": report["cells"] + [cell | {"k": 5} for cell in report["cells"]]}))
-    bench.plot(json.loads(out.read_text()), out.with_suffix(".png"))
-    assert out.with_suffix(".png").stat().st_size > 5000
+
+
+def test_plot(bench: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    stamp = {"target": "t", "head": "h", "method": "peagle", "prompts": "p", "temperature": 0.0}
+    cells = [stamp | {"k": k} | cell for k in (3, 5) for cell in bench.cells([record(10, 5, 2, [0, 2])], k)]
+    report = {"environment": {"gpu": "none", "date": "today"}, "cells": cells}
+    bench.plot(report, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 5000
+    with pytest.raises(SystemExit, match="one head of each method"):
+        bench.plot(report | {"cells": cells + [cell | {"head": "other"} for cell in cells]}, tmp_path / "b.png")
 
 
 def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> None:
