@@ -76,15 +76,12 @@ def head_hashes(heads: Iterable[tuple[str, Path]]) -> dict[str, str]:
         PEagleError: A folder without safetensors weights.
     """
     from sgl_peagle.heads.reader import weight_files
+    from sgl_peagle.train.regenerate import file_hash
 
     found = {}
     for method, head in heads:
-        digests = []
-        for file in weight_files(head):
-            with file.open("rb") as stream:
-                digests.append(hashlib.file_digest(stream, "sha256"))
-        whole = digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(d.digest() for d in digests))
-        found[f"{method} {head.name}"] = whole.hexdigest()
+        hashes = [file_hash(file) for file in weight_files(head)]
+        found[f"{method} {head.name}"] = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
     return found
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
@@ -108,11 +108,14 @@ def slope(requests: Requests, concurrency: int, long: int, short: int, repeats: 
     return {"ms": statistics.median(pairs), "all": [round(p, 4) for p in pairs]}
 
 
-def measure(requests: Requests, switch: sweep_probe.Switch, job: dict[str, Any], concurrency: int) -> dict[str, Any]:
+def measure(
+    requests: Requests, switch: sweep_probe.Switch, job: dict[str, Any], concurrency: int,
+    timed: Callable[[int], None] = lambda batches: None,
+) -> dict[str, Any]:  # fmt: skip
     """One cell: warm-up, timed batch, slope, and the split in a pass of its own.
 
     With real prompts the batch is timed ``repeats`` times and the one of median throughput is the cell's: a small target
-    is bound by the host, and there single batches differ by tens of percent.
+    is bound by the host, and there single batches differ by tens of percent. ``timed`` is told how many are done.
     """
     count, long, short = job["prompts_for"][str(concurrency)], job["output_tokens"], job["short_tokens"]
     requests.run(requests.prompts(concurrency), concurrency, short)
@@ -121,8 +124,7 @@ def measure(requests: Requests, switch: sweep_probe.Switch, job: dict[str, Any],
     for _ in range(job["repeats"] if real else 1):
         requests.rewind()
         batches.append(requests.run(requests.prompts(count), concurrency, long))
-        if job.get("out"):
-            append_line(Path(job["out"]), {"batch": len(batches)})  # a sign of life
+        timed(len(batches))
     seconds, metas = sorted(batches, key=lambda batch: tokens_of(batch[1]) / batch[0])[(len(batches) - 1) // 2]
     cell: dict[str, Any] = {
         "output_tokens_per_s_all": [round(tokens_of(done) / took, 2) for took, done in batches],
@@ -178,7 +180,6 @@ def main(job_file: Path) -> None:
     """Run a job."""
     job = json.loads(job_file.read_text())
     out = job_file.with_suffix(".jsonl")
-    job["out"] = str(out)
     import sglang
 
     begin = time.perf_counter()
@@ -204,7 +205,9 @@ def main(job_file: Path) -> None:
             continue
         append_line(out, {"begin": concurrency})
         try:
-            append_line(out, {"cell": {"concurrency": concurrency, **measure(requests, switch, job, concurrency)}})
+            # Every timed batch is a sign of life to the process that waits for lines.
+            found = measure(requests, switch, job, concurrency, lambda batches: append_line(out, {"batch": batches}))
+            append_line(out, {"cell": {"concurrency": concurrency, **found}})
         except Exception as error:  # this cell is lost; whether the engine still serves shows at the next one
             traceback.print_exc()
             append_line(out, {"cell": {"concurrency": concurrency, "error": f"{type(error).__name__}: {error}"[:400]}})
