@@ -114,7 +114,7 @@ def main() -> None:
 
     harness.START_METHOD = "spawn"  # a fork does not survive an initialised CUDA
     harness.import_sglang()
-    from environment import environment
+    from environment import environment, write_report
 
     verdicts: dict[str, bool] = {}
 
@@ -167,8 +167,7 @@ def main() -> None:
             for name, result in results.items()
         },
     }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, report)
     sys.exit(not all(verdicts.values()))
 
 

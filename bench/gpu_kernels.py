@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
 import torch  # noqa: E402
-from environment import environment  # noqa: E402
+from environment import environment, write_report  # noqa: E402
 
 BS, K, WIDTH = 64, 7, 4096
 REPEATS, SAMPLES = 100, 15
@@ -155,8 +155,7 @@ def main() -> None:
         f"{large['hidden_gb_per_s']} of {large['copy_gb_per_s']} GB/s at bs 512",
     )  # fmt: skip
     report = {"environment": environment(), "verdicts": verdicts, "cells": cells}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, report)
     sys.exit(not all(verdicts.values()))
 
 

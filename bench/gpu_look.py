@@ -13,7 +13,6 @@ Serves the tiny trained pair with several drafter backends, records every round,
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
-from environment import environment  # noqa: E402
+from environment import environment, write_report  # noqa: E402
 
 NEW_TOKENS = 96
 K = 5
@@ -145,8 +144,7 @@ def main() -> None:
             entry["outputs_identical_to_no_speculation"] = f"{sum(same)} of {len(same)}"
         summary[name] = entry
     report = {"environment": environment(), "k": K, "new_tokens": NEW_TOKENS, "runs": summary}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, report)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from environment import environment  # noqa: E402
+from environment import environment, write_report  # noqa: E402
 
 from sgl_peagle.train.attention import BLOCK, Flex, Planner, sdpa_plan  # noqa: E402
 from sgl_peagle.train.batches import Batch, Document, training_batch  # noqa: E402
@@ -178,7 +178,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def write(report: dict[str, Any], path: Path, begin: float) -> None:
     report["seconds"] = round(time.perf_counter() - begin, 1)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(path, report)
 
 
 def main() -> None:
