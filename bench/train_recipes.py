@@ -34,18 +34,23 @@ RECIPES: dict[str, dict[str, Any]] = {
     "adamw 0.003": {"optimizer": "adamw", "lr": 3e-3},
     "adamw 0.01": {"optimizer": "adamw", "lr": 1e-2},
     "eagle3 muon 0.03": {"optimizer": "muon", "matrix_lr": 0.03, "method": "eagle3"},
+    "eagle3 muon 0.03 refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "method": "eagle3", "refused_weight": 0.1},
     "muon 0.03 r 0.9": {"optimizer": "muon", "matrix_lr": 0.03, "cod_ratio": 0.9, "cod_floor": 0.3},
+    "muon 0.03 refused 0.3": {"optimizer": "muon", "matrix_lr": 0.03, "refused_weight": 0.3},
+    "muon 0.03 refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "refused_weight": 0.1},
+    "muon 0.03 refused 0": {"optimizer": "muon", "matrix_lr": 0.03, "refused_weight": 0.0},
+    "muon 0.03 4 layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 4, "refused_weight": 0.1},
     "muon 0.03 1 layer": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 1},
     "muon 0.03 4 layers": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 4},
     "muon 0.03 whole embedding": {"optimizer": "muon", "matrix_lr": 0.03, "embedding": "full"},
 }
 
 
-def write_corpus(folder: Path, documents: int) -> None:
-    """Windows of the tiny pair's text; every token counts as the target's."""
+def write_corpus(folder: Path, documents: int, sampled: float | None) -> None:
+    """Windows of the tiny pair's text, or the target's own samples behind 16 tokens of it; every token counts as the target's."""
     import torch
     from make_text import TextMaker
-    from pair_target import Windows
+    from pair_target import Windows, continue_text, load_target
     from transformers import AutoTokenizer
 
     from sgl_peagle.train.corpus import Corpus
@@ -54,8 +59,14 @@ def write_corpus(folder: Path, documents: int) -> None:
     texts = [maker.document() for _ in range(3 * documents)]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     windows = Windows(torch.tensor([i for ids in encoded for i in ids]), 1)
-    rows = windows.batch(documents, LENGTH + 1).tolist()
-    Corpus.of(((row, [True] * len(row)) for row in rows), {"text": "windows of the tiny pair's text"}).write(folder)
+    if sampled is None:
+        batch = windows.batch(documents, LENGTH + 1)
+    else:
+        target, random = load_target(TARGET), torch.Generator().manual_seed(0)
+        parts = windows.batch(documents, 16).split(250)
+        batch = torch.cat([continue_text(target, part, LENGTH + 1 - 16, sampled, random) for part in parts])
+    kind = "windows of the tiny pair's text" if sampled is None else f"the target's samples at temperature {sampled}"
+    Corpus.of(((row, [True] * len(row)) for row in batch.tolist()), {"text": kind}).write(folder)
 
 
 def train(work: tuple[str, Path, argparse.Namespace]) -> tuple[str, dict[str, Any]]:
@@ -111,12 +122,15 @@ def main() -> None:
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--documents", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sampled", type=float, metavar="T", help="train on the target's own samples at this temperature")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     from environment import environment, write_report
 
     shared = {name: getattr(options, name) for name in ("steps", "tokens_per_step", "documents", "seed")}
+    if options.sampled is not None:
+        shared["sampled"] = options.sampled
     report: dict[str, Any] = {"environment": environment(), "shared": shared, "recipes": {}}
     if options.out.exists():
         report = json.loads(options.out.read_text())
@@ -126,7 +140,7 @@ def main() -> None:
     todo = [name for name in options.recipes if name not in report["recipes"]]
     with tempfile.TemporaryDirectory() as folder:
         if todo:
-            write_corpus(Path(folder) / "corpus", options.documents)
+            write_corpus(Path(folder) / "corpus", options.documents, options.sampled)
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
             runs = {pool.submit(train, (name, Path(folder) / "corpus", options)): name for name in todo}

@@ -31,3 +31,20 @@ def test_value_and_gradient(kind: str, chunk: int) -> None:
     torch.testing.assert_close(hidden.grad, plain.grad, atol=1e-6, rtol=1e-5)
     assert torch.equal(stats.hit, own.argmax(-1) == target.argmax(-1))
     assert torch.equal(argmax_rows(hidden, lm_head, chunk), own.argmax(-1))
+
+
+def test_weights_that_depend_on_the_drafts() -> None:
+    """Factors of the argmaxes act like weights that were known before."""
+    random = torch.Generator().manual_seed(1)
+    hidden = torch.randn(17, 8, generator=random).requires_grad_()
+    teacher, lm_head = torch.randn(9, 8, generator=random), torch.randn(31, 8, generator=random)
+    index, weight = torch.randint(9, (17,), generator=random), torch.rand(17, generator=random)
+    factors = (hidden @ lm_head.T).argmax(-1) / 31
+    loss, stats = target_loss(hidden, teacher, index, weight, lm_head, chunk=5, reweigh=lambda guesses: guesses / 31)
+    loss.backward()
+    plain = hidden.detach().clone().requires_grad_()
+    want, unweighted = target_loss(plain, teacher, index, weight * factors, lm_head, chunk=5)
+    want.backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(hidden.grad, plain.grad)
+    assert torch.equal(stats.loss, unweighted.loss) and len(set(factors.tolist())) > 5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_peagle.oracle import OracleHead
-from sgl_peagle.train import eagle3, partition
+from sgl_peagle.train import eagle3, holdout, partition
 from sgl_peagle.train.attention import Rows
 from sgl_peagle.train.batches import full_batch
 from sgl_peagle.train.export import export_peagle
@@ -67,11 +67,13 @@ def test_training_rows_equal_inference(
 
 
 def whole_gradient(
-    head: Head, target: Target, n: int, cod: Cod, segments: int, seed: int, plan=planner, way: str = "recompute"
-) -> tuple:
+    head: Head, target: Target, n: int, cod: Cod, segments: int, seed: int, plan=planner, way: str = "recompute",
+    refused: float = 1.0,
+) -> tuple:  # fmt: skip
     batch = batch_of(documents(2, n, seed), cod, seed)
     head.zero_grad(set_to_none=True)
-    depths, stats = loss_and_backward(head, batch, target.read(batch.tokens), plan, loss_settings(target), segments, way)
+    judge = loss_settings(target, refused=refused)
+    depths, stats = loss_and_backward(head, batch, target.read(batch.tokens), plan, judge, segments, way)
     return gradients(head), stats.loss.double().sum(), np.bincount(depths)
 
 
@@ -82,13 +84,14 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("seed, n, depths, ratio", [(0, 30, 4, 0.8), (1, 61, 8, 0.7), (2, 17, 3, 1.0), (3, 40, 1, 0.7)])
 @pytest.mark.parametrize("segments", [2, 3, 7])
 @pytest.mark.parametrize("way", PARTITIONS)
+@pytest.mark.parametrize("refused", [1.0, 0.2])
 def test_partition_is_exact(
-    target: Target, seed: int, n: int, depths: int, ratio: float, segments: int, way: str
+    target: Target, seed: int, n: int, depths: int, ratio: float, segments: int, way: str, refused: float
 ) -> None:
     head = make_head(target, 2, seed=seed)
     cod = Cod(depths, ratio, 0.2)
-    whole, loss, counts = whole_gradient(head, target, n, cod, 1, seed)
-    parts, summed, met = whole_gradient(head, target, n, cod, segments, seed, way=way)
+    whole, loss, counts = whole_gradient(head, target, n, cod, 1, seed, refused=refused)
+    parts, summed, met = whole_gradient(head, target, n, cod, segments, seed, way=way, refused=refused)
     # With K = 1 the embedding's MASK row takes part, or not, with a gradient of zero.
     assert {name for name in whole if whole[name].any()} == {name for name in parts if parts[name].any()}
     assert difference(parts, {name: value for name, value in whole.items() if value.any()}) < 1e-5
@@ -113,6 +116,51 @@ def test_detached_context_is_not_exact(target: Target) -> None:
 
     parts, *_ = whole_gradient(head, target, n, cod, segments, 0, detaching)
     assert difference(parts, whole) > 1e-2
+
+
+def test_refused_rows(target: Target) -> None:
+    """By definition: a row counts fully if every row of its rollout in front of it drafts what the text has there.
+
+    Some of the text is what the head drafts there, or hardly any rollout would get past its first row.
+    """
+    head, cod, refused = make_head(target, 2), Cod(4, 1.0), 0.25
+    texts = documents(3, 40)
+    for a in range(14, 34, 5):  # one after the other: a draft depends on the text before it
+        guess = drafts_of(head, target, batch_of(texts, cod))
+        for i, text in enumerate(texts):
+            for d in range(min(3, text.n - 2 - a)):
+                text.tokens[a + d + 2] = guess.get((i, a, d), 3)
+    batch = batch_of(texts, cod)
+    guess, rows = drafts_of(head, target, batch), batch.rows
+    factors = []
+    for r in batch.trained.tolist():
+        i, a, depth = int(rows.document[r]), int(rows.anchor[r]), int(rows.depth[r])
+        # A row that carries no loss, of the prompt, is not judged.
+        before = [d for d in range(depth) if texts[i].weight[a + d]]
+        factors.append(1.0 if all(guess[(i, a, d)] == texts[i].tokens[a + d + 2] for d in before) else refused)
+    deeper = np.array(factors)[rows.depth[batch.trained] > 1]
+    assert 5 < (deeper == 1).sum() < len(deeper) - 5
+    head.zero_grad(set_to_none=True)
+    states = target.read(batch.tokens)
+    depths, _ = loss_and_backward(head, batch, states, planner, loss_settings(target, refused=refused))
+    assert np.array_equal(depths, rows.depth[batch.trained])
+    found = gradients(head)
+    head.zero_grad(set_to_none=True)
+    final = head.final(partition.head_rows(head, batch, np.arange(len(rows)), states, planner)[batch.trained])
+    own = (final @ target.lm_head.T).log_softmax(-1)
+    teacher = (states.last[batch.state[batch.trained] + 1] @ target.lm_head.T).log_softmax(-1)
+    each = (teacher.exp() * (teacher - own)).sum(-1)
+    (each * torch.tensor(factors) / len(factors)).sum().backward()
+    assert difference(found, gradients(head)) < 1e-4
+
+
+def drafts_of(head: Head, target: Target, batch: Batch) -> dict[tuple[int, int, int], int]:
+    """What every row of a batch would draft, by document, anchor and depth."""
+    with torch.no_grad():
+        out = partition.head_rows(head, batch, np.arange(len(batch.rows)), target.read(batch.tokens), planner)
+        guess = (head.final(out) @ target.lm_head.T).argmax(-1).tolist()
+    rows = batch.rows
+    return dict(zip(zip(rows.document.tolist(), rows.anchor.tolist(), rows.depth.tolist()), guess))
 
 
 def test_rows_of_the_largest_segment() -> None:
@@ -235,25 +283,34 @@ def test_training_time_test_toy() -> None:
         assert judged.sum() == sum(text.weight[step:].sum() for text in texts)
 
 
-def test_eagle3_loss_weights(target: Target) -> None:
-    """sum_k 0.8^k mean_k / sum_k 0.8^k, by its gradient against the definition."""
+@pytest.mark.parametrize("refused", [1.0, 0.3])
+def test_eagle3_loss_weights(target: Target, refused: float) -> None:
+    """sum_k 0.8^k mean_k / sum_k 0.8^k, by its gradient against the definition; rows behind a wrong draft count less."""
     head = make_head(target, 1, mask=None, embedding="frozen")
-    batch = batch_of(documents(2, 20), Cod(1))
+    texts = documents(2, 20)
+    for a in range(6, 13, 3):  # some right drafts; the other tokens are random
+        drafts = holdout.eagle3_drafts(head, texts, target, planner, 2)
+        for text, draft in zip(texts, drafts):
+            text.tokens[a + 2 : a + 4] = draft[a, : len(text.tokens) - a - 2]
+    batch = batch_of(texts, Cod(1))
     states = target.read(batch.tokens)
-    depths, stats = eagle3.loss_and_backward(head, batch, states, planner, loss_settings(target), 4)
+    depths, stats = eagle3.loss_and_backward(head, batch, states, planner, loss_settings(target, refused=refused), 4)
     found = gradients(head)
     head.zero_grad(set_to_none=True)
     outputs = eagle3.unroll(
         head, batch, states, planner, 4, lambda k, _: torch.from_numpy(eagle3.text_tokens(batch, k))
     )
-    total = torch.zeros(())
+    total, wrong = torch.zeros(()), set()
     for step, output in enumerate(outputs):
         rows = torch.from_numpy(np.flatnonzero(eagle3.trained_at(batch, step)))
         teacher = (states.last[torch.from_numpy(batch.state)[rows] + 1 + step] @ target.lm_head.T).log_softmax(-1)
         own = (head.final(output[rows]) @ target.lm_head.T).log_softmax(-1)
         each = (teacher.exp() * (teacher - own)).sum(-1)
         assert torch.allclose(each.mean(), stats.loss[torch.from_numpy(depths == step)].mean(), rtol=1e-4)
-        total = total + 0.8**step * each.mean() / sum(0.8**k for k in range(4))
+        factor = torch.tensor([refused if row in wrong else 1.0 for row in rows.tolist()])
+        wrong |= {r for r, g in zip(rows.tolist(), own.argmax(-1).tolist()) if g != eagle3.text_tokens(batch, step + 1)[r]}
+        total = total + 0.8**step * (each * factor).mean() / sum(0.8**k for k in range(4))
+    assert 0 < len(wrong) < len(batch.rows)
     total.backward()
     assert difference(found, gradients(head)) < 1e-4
     assert partition.LossSettings(target.lm_head).kind == "kl"

@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"embedding": "full", "segments": 3}, {"segments": 2, "partition": "cached"}, {"method": "eagle3"}, {"optimizer": "adamw"}, {"steps": None, "epochs": 1.5, "tokens_per_step": 120},
+    {}, {"embedding": "full", "segments": 3}, {"segments": 2, "partition": "cached"}, {"method": "eagle3", "refused_weight": 0.2}, {"refused_weight": 0.1, "segments": 2}, {"optimizer": "adamw"}, {"steps": None, "epochs": 1.5, "tokens_per_step": 120},
     {"ema": 0.9, "noise": 0.1, "weight_decay": 0.1, "segments": 2}, {"holdout": 2, "select": "best", "eval_every": 1, "ema": 0.9},
 ])  # fmt: skip
 def test_resume_is_bit_exact(place: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -235,6 +235,7 @@ def test_refusals(place: Path, tmp_path: Path) -> None:
     refused("beyond|after the final norm", aux_layer_ids=(2, 3, 7))
     refused("one layer", method="eagle3", layers=2)
     refused("must learn", embedding="frozen")
+    refused("refused_weight is 1.5", refused_weight=1.5)
     refused("shares of the rows", cod_ratio=1.5)
     refused("weight_decay is -1", weight_decay=-1.0)
     refused("noise is 2", noise=2.0)

@@ -12,7 +12,7 @@ import torch
 from sgl_peagle.errors import PEagleError
 
 FILE = "checkpoint.pt"
-VERSION = 3
+VERSION = 4
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def loss_and_backward(
 
     outputs = unroll(head, batch, states, planner, steps, text)
     scale = sum(DECAY**k for k in range(steps))
-    final, teachers, weights, depths = [], [], [], []
+    final, teachers, weights, depths, known = [], [], [], [], []
     for step, output in enumerate(outputs):
         judged = np.flatnonzero(trained_at(batch, step))
         if len(judged) == 0:
@@ -104,10 +104,19 @@ def loss_and_backward(
         teachers.append(batch.state[judged] + 1 + step)
         weights.append(np.full(len(judged), DECAY**step / scale / len(judged), dtype=np.float32))
         depths.append(np.full(len(judged), step, dtype=np.int64))
+        known.append((to_device(judged, device), to_device(text_tokens(batch, step + 1)[judged], device)))
+
+    def reweigh(guesses: Tensor) -> Tensor:
+        reached, factors = torch.ones(len(batch.rows), dtype=torch.bool, device=device), []
+        for (rows, labels), guess in zip(known, guesses.split([len(rows) for rows, _ in known])):
+            factors.append(torch.where(reached[rows], 1.0, loss.refused))
+            reached[rows] &= guess == labels
+        return torch.cat(factors)
+
     value, stats = target_loss(
         torch.cat(final), states.last, to_device(np.concatenate(teachers), device),
         to_device(np.concatenate(weights), device), loss.lm_head,
-        kind=loss.kind, chunk=loss.chunk, compiled=loss.compiled,
+        kind=loss.kind, chunk=loss.chunk, compiled=loss.compiled, reweigh=reweigh if loss.refused < 1 else None,
     )  # fmt: skip
     value.backward()
     return np.concatenate(depths), stats

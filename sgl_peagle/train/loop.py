@@ -108,7 +108,9 @@ class Trainer:
         random = torch.Generator().manual_seed(settings.seed)
         self.head.start(self._some_aux(), self.target.norm.float().cpu(), random)
         self.head.to(self.device)
-        self.loss = LossSettings(self.target.lm_head, settings.loss, settings.chunk, settings.compile_loss)
+        self.loss = LossSettings(
+            self.target.lm_head, settings.loss, settings.chunk, settings.compile_loss, settings.refused_weight
+        )
         self.optimizer = make_optimizer(self.head, settings)
         self.ema = Ema(self.head, settings.ema) if settings.ema else None
         q_step, k_step = self._shapes()

@@ -9,7 +9,7 @@ would move more bytes than the product costs.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,12 @@ KINDS = ("kl", "ce")
 CHUNK = 4096
 
 
+#: From the argmaxes of all rows [M] int64 to factors of their weights [M] float32.
+Reweigh = Callable[[Tensor], Tensor]
+
+
 class RowStats(NamedTuple):
-    """Per row, detached: the loss [M] float32, and whether the argmaxes of head and target agree [M] bool."""
+    """Per row, detached: the unweighted loss [M] float32, and whether the argmaxes of head and target agree [M] bool."""
 
     loss: Tensor
     hit: Tensor
@@ -31,8 +35,8 @@ class RowStats(NamedTuple):
 
 def chunk_loss(
     hidden: Tensor, teacher: Tensor, weight: Tensor, lm_head: Tensor, kind: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, hit and gradient of one chunk.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, argmaxes and gradient of one chunk.
 
     Args:
         hidden: [C, D], final-normed.
@@ -42,11 +46,11 @@ def chunk_loss(
         kind: One of :data:`KINDS`.
 
     Returns:
-        Loss [C] float32, hit [C] bool, d(sum of weight * loss) / d(hidden) [C, D] in the dtype of ``hidden``.
+        Loss [C] float32, argmax [C] int64 of head and of target, d(sum of weight * loss) / d(hidden) [C, D] in the dtype of
+        ``hidden``.
     """
     own, target = F.linear(hidden, lm_head), F.linear(teacher, lm_head)
-    best = target.argmax(-1)
-    hit = own.argmax(-1) == best
+    guess, best = own.argmax(-1), target.argmax(-1)
     own = F.log_softmax(own, dim=-1, dtype=torch.float32)
     if kind == "ce":
         loss = F.nll_loss(own, best, reduction="none")
@@ -57,7 +61,7 @@ def chunk_loss(
         share = target.exp()
         loss = torch.linalg.vecdot(share, target - own)
         gradient = own.exp() - share
-    return loss, hit, (gradient * weight[:, None]).to(hidden.dtype) @ lm_head
+    return loss, guess, best, (gradient * weight[:, None]).to(hidden.dtype) @ lm_head
 
 
 @functools.lru_cache(maxsize=1)
@@ -69,16 +73,21 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, teacher: Tensor, index: Tensor, weight: Tensor, lm_head: Tensor, kind: str,
-        chunk: int, function: Callable[..., Any],
+        chunk: int, function: Callable[..., Any], reweigh: Optional[Reweigh],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         rows = len(hidden)
         losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-        hits = torch.empty(rows, dtype=torch.bool, device=hidden.device)
+        guesses, best = (torch.empty(rows, dtype=torch.int64, device=hidden.device) for _ in range(2))
         gradient = torch.empty_like(hidden)
         for begin in range(0, rows, chunk):
             part = slice(begin, begin + chunk)
             result = function(hidden[part], teacher[index[part]].to(hidden.dtype), weight[part], lm_head, kind)
-            losses[part], hits[part], gradient[part] = result
+            losses[part], guesses[part], best[part], gradient[part] = result
+        if reweigh is not None:  # a row's gradient is linear in its weight, so no logits are needed again
+            factors = reweigh(guesses)
+            gradient *= factors[:, None].to(gradient.dtype)
+            weight = weight * factors
+        hits = guesses == best
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(losses, hits)
         return (losses * weight).sum(), losses, hits
@@ -86,7 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad.to(gradient.dtype), *(None,) * 7)
+        return (gradient * grad.to(gradient.dtype), *(None,) * 8)
 
 
 def target_loss(
@@ -99,6 +108,7 @@ def target_loss(
     kind: str = "kl",
     chunk: int = CHUNK,
     compiled: bool = False,
+    reweigh: Optional[Reweigh] = None,
 ) -> tuple[Tensor, RowStats]:
     """Weighted sum of the rows' losses.
 
@@ -112,12 +122,13 @@ def target_loss(
         kind: One of :data:`KINDS`.
         chunk: Rows whose logits exist at once.
         compiled: Fuse the passes over a chunk's logits with torch.compile.
+        reweigh: Factors of the weights that depend on what the head would draft.
 
     Returns:
         The loss, a float32 scalar, and what is known of each row.
     """
     function = _compiled() if compiled else chunk_loss
-    loss, each, hit = _ChunkedLoss.apply(hidden, teacher, index, weight, lm_head, kind, chunk, function)
+    loss, each, hit = _ChunkedLoss.apply(hidden, teacher, index, weight, lm_head, kind, chunk, function, reweigh)
     return loss, RowStats(each, hit)
 
 

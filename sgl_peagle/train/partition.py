@@ -14,6 +14,7 @@ Keys reused *without* their gradient would be neither: see the tests.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Iterator
 
@@ -33,12 +34,18 @@ PARTITIONS = ("recompute", "cached")
 
 @dataclass(frozen=True)
 class LossSettings:
-    """How rows are judged; see :func:`~sgl_peagle.train.losses.target_loss`."""
+    """How rows are judged; see :func:`~sgl_peagle.train.losses.target_loss`.
+
+    ``refused`` is the factor of a row behind a wrong draft: the text does not go on with what the head drafts at one of the
+    rows in front of it, so that an engine throws this row's draft away, whatever it is. Where the drafts in front are right,
+    the teacher knows no more than the row: it is asked for the token behind the head's *own* drafts.
+    """
 
     lm_head: Tensor
     kind: str = "kl"
     chunk: int = 4096
     compiled: bool = False
+    refused: float = 1.0
 
 
 def owners(batch: Batch, segments: int) -> Ints:
@@ -85,6 +92,39 @@ def head_rows(head: Head, batch: Batch, kept: Ints, states: States, planner: Pla
     return _through_head(head, batch, kept, states, lambda layer, q, k, v: plan(q, k, v))
 
 
+class _Rollouts:
+    """Which rows of a batch an engine would still read, by what the rows in front of them draft.
+
+    A row that is not judged counts as right. Segments come in order, and what stands in front of a row is never in a later one.
+    """
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.right = torch.ones(len(batch.rows), dtype=torch.bool, device=device)
+        depth, before = batch.rows.depth, rows_before(batch)
+        deeper = [np.flatnonzero(depth == d) for d in range(1, int(depth.max()) + 1)]
+        pairs = [index for rows in deeper for index in (rows, before[rows])]
+        moved = to_device(np.concatenate(pairs), device).split([len(index) for index in pairs]) if pairs else ()
+        self.links = list(zip(moved[::2], moved[1::2]))
+        text = batch.tokens.reshape(-1)
+        self.labels = to_device(text[np.minimum(batch.state + 2, len(text) - 1)], device)
+
+    def factors(self, index: Tensor, refused: float, guesses: Tensor) -> Tensor:
+        """Factors [M] float32 of the rows ``index`` [M], whose drafts [M] are now known: 1, or ``refused``."""
+        self.right[index] = guesses == self.labels[index]
+        reached = torch.ones_like(self.right)
+        for rows, before in self.links:
+            reached[rows] = reached[before] & self.right[before]
+        return torch.where(reached[index], 1.0, refused)
+
+
+def rows_before(batch: Batch) -> Ints:
+    """[R]: the row one depth less of the same anchor; itself for depth 0."""
+    rows, index = batch.rows, np.arange(len(batch.rows), dtype=np.int64)
+    first = np.concatenate(([0], np.cumsum(batch.positions)[:-1]))  # of each document among the depth-0 rows
+    anchors = first[rows.document] + rows.anchor
+    return np.where(rows.depth == 0, index, np.where(rows.depth == 1, anchors, index - 1))
+
+
 class _Judge:
     """The loss of parts of one batch, and what is known of their rows."""
 
@@ -94,6 +134,7 @@ class _Judge:
         self.trained[batch.trained] = True
         self.depths: list[Ints] = []
         self.stats: list[RowStats] = []
+        self.rollouts = _Rollouts(batch, states.aux.device) if loss.refused < 1 else None
 
     def __call__(self, out: Tensor, kept: Ints, judged: Ints) -> Tensor:
         """The share of the batch's loss of rows ``kept[judged]``, given their outputs ``out[judged]``."""
@@ -102,9 +143,12 @@ class _Judge:
         # By the weight of the whole batch, or depths and segments would be weighted anew.
         weight = torch.full((len(judged),), 1 / len(batch.trained), device=device)
         teacher = to_device(batch.state[kept[judged]] + 1, device)
+        reweigh = None
+        if self.rollouts is not None:
+            reweigh = functools.partial(self.rollouts.factors, to_device(kept[judged], device), loss.refused)
         value, stats = target_loss(
             final, self.states.last, teacher, weight, loss.lm_head,
-            kind=loss.kind, chunk=loss.chunk, compiled=loss.compiled,
+            kind=loss.kind, chunk=loss.chunk, compiled=loss.compiled, reweigh=reweigh,
         )  # fmt: skip
         self.depths.append(batch.rows.depth[kept[judged]])
         self.stats.append(stats)

@@ -37,6 +37,8 @@ class Settings:
         mask_token_id: Id of the MASK token; None for eagle3.
         aux_layer_ids: Capture points, None for the default.
         loss: ``kl`` or ``ce``.
+        refused_weight: Factor of a row behind a wrong draft; 1: all rows alike. See
+            :class:`~sgl_peagle.train.partition.LossSettings`.
         optimizer: One of :data:`OPTIMIZERS`; see :func:`~sgl_peagle.train.weights.make_optimizer`.
         matrix_lr: Muon's peak learning rate, for the matrices.
         lr, embedding_lr: AdamW's peak learning rates; the second for a trained copy of the embedding.
@@ -70,6 +72,7 @@ class Settings:
     mask_token_id: Optional[int] = None
     aux_layer_ids: Optional[tuple[int, ...]] = None
     loss: str = "kl"
+    refused_weight: float = 1.0
     optimizer: str = "muon"
     matrix_lr: float = 0.02
     lr: float = 2e-3
@@ -117,6 +120,12 @@ class Settings:
                 f"cod_ratio is {self.cod_ratio}, cod_floor {self.cod_floor}",
                 "they are shares of the rows",
                 "use a ratio in (0, 1] and a floor in [0, 1]",
+            )
+        if not 0 <= self.refused_weight <= 1:
+            _refuse(
+                f"refused_weight is {self.refused_weight}",
+                "it is the share that a row behind a wrong draft keeps of its weight",
+                "use 0 ... 1 (all rows alike)",
             )
         if not all(value > 0 for value in (self.matrix_lr, self.lr, self.embedding_lr, self.clip)):
             _refuse("a learning rate or the clip is not positive", "nothing would be learned", "use values above 0")
