@@ -31,6 +31,8 @@ from sgl_peagle.train.regenerate import file_hash  # noqa: E402
 
 #: Classes of context length: the prompt and half of the answer, in tokens.
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
+#: What a report's environment says about this project rather than the machine; may differ between merged files.
+OWN_VERSION = ("sgl_peagle_commit", "sgl_peagle", "date")
 #: Spec-Bench lists its multi-turn conversations by MT-Bench's categories: of its six kinds, they are one.
 MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 ON_CPU = (
@@ -269,16 +271,23 @@ def table(report: dict[str, Any]) -> str:
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Reports of one environment and setting as one, their cells in order of K.
+    """Reports of one setting, on one machine and one set of versions, as one, their cells in order of K.
+
+    Where commit or date differ, ``environments`` lists all and each cell has the index of its own.
 
     Raises:
         SystemExit: They were measured differently, or hold the same cell twice.
     """
-    first = reports[0]
+    first, environments = reports[0], [report["environment"] for report in reports]
+    distinct = [e for i, e in enumerate(environments) if e not in environments[:i]]
+    if len({json.dumps({k: v for k, v in e.items() if k not in OWN_VERSION}, sort_keys=True) for e in distinct}) > 1:
+        sys.exit("the files differ in environment: results of different machines or versions stay apart")
+    if len(distinct) > 1:
+        reports = [r | {"cells": [c | {"environment_index": distinct.index(r["environment"])} for c in r["cells"]]} for r in reports]
     hashes = ("heads_sha256", "prompts_sha256")
-    shared = [name for report in reports for name in report if name not in ("cells", "failed", *hashes)]
+    shared = [name for report in reports for name in report if name not in ("environment", "cells", "failed", *hashes)]
     if any(report.get(name) != first.get(name) for report in reports for name in shared):
-        sys.exit("the files differ in environment, concurrency or length: results of different runs stay apart")
+        sys.exit("the files differ in concurrency, length or number of prompts: results of different settings stay apart")
     known: dict[str, dict[str, str]] = {name: {} for name in hashes}
     for name, what, value in ((n, w, v) for r in reports for n in hashes for w, v in r.get(n, {}).items()):
         if known[name].setdefault(what, value) != value:
@@ -288,7 +297,8 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         sys.exit("two files hold the same cell")
     cells = sorted(with_multi_turn([c for r in reports for c in r["cells"]]), key=lambda c: (c["k"], c["method"] != "peagle"))
     failed = {name: reason for report in reports for name, reason in report["failed"].items()}
-    return {name: first[name] for name in shared} | known | {"failed": failed, "cells": cells}
+    where = {"environment": first["environment"]} | ({"environments": distinct} if len(distinct) > 1 else {})
+    return where | {name: first[name] for name in shared} | known | {"failed": failed, "cells": cells}
 
 
 def overall(cell: dict[str, Any], loops: str) -> bool:

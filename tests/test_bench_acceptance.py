@@ -56,16 +56,22 @@ def test_cells(bench: ModuleType) -> None:
 
 
 def test_merge(bench: ModuleType) -> None:
-    def report(method: str, k: int, date: str = "d") -> dict[str, Any]:
+    def report(method: str, k: int, date: str = "d", gpu: str = "one") -> dict[str, Any]:
         cell = {"target": "t", "head": "h", "method": method, "prompts": "p", "k": k, "temperature": 0}
         cell |= {"loops": "included", "context": "all", "kind": "all"}
-        return {"environment": {"date": date}, "concurrency": 8, "failed": {f"{method} {k}": "x"}, "cells": [cell]}
+        return {"environment": {"date": date, "gpu": gpu}, "concurrency": 8, "failed": {f"{method} {k}": "x"}, "cells": [cell]}
 
     whole = bench.merged([report("eagle3", 7), report("peagle", 7), report("eagle3", 3)])
     assert [(c["method"], c["k"]) for c in whole["cells"]] == [("eagle3", 3), ("peagle", 7), ("eagle3", 7)]
     assert len(whole["failed"]) == 3 and whole["concurrency"] == 8
-    with pytest.raises(SystemExit, match="differ"):
-        bench.merged([report("eagle3", 7), report("peagle", 7, "other")])
+    assert "environments" not in whole and "environment_index" not in whole["cells"][0]
+    with pytest.raises(SystemExit, match="differ in environment"):
+        bench.merged([report("eagle3", 7), report("peagle", 7, gpu="other")])
+    with pytest.raises(SystemExit, match="differ in concurrency"):
+        bench.merged([report("eagle3", 7), report("peagle", 7) | {"concurrency": 9}])
+    later = bench.merged([report("eagle3", 7), report("peagle", 7, "later"), report("peagle", 3, "later")])
+    assert [e["date"] for e in later["environments"]] == ["d", "later"]
+    assert [(c["k"], c["method"], c["environment_index"]) for c in later["cells"]] == [(3, "peagle", 1), (7, "peagle", 1), (7, "eagle3", 0)]
     with pytest.raises(SystemExit, match="same cell"):
         bench.merged([report("eagle3", 7), report("eagle3", 7)])
 

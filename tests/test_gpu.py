@@ -136,7 +136,11 @@ def test_two_tensor_parallel_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def check_family(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], common: dict[str, Any]) -> None:
-    """Output equal to the same engine without speculation, drafts equal to the oracle's on transformers' states."""
+    """Output equal to the same engine without speculation, drafts equal to the oracle's on transformers' states.
+
+    gpt_oss on a GPU is compared with transformers: SGLang's plain Triton decode sees one token less than the window, its
+    verification the whole window (see patches/0005), so the two differ in SGLang itself.
+    """
     monkeypatch.setattr(pair, "TIE_MARGIN", TIE_ON_GPU)
     k, new = 5, 48
     target, head = families.make_target(family, folder / "target"), families.make_head(folder / "head")
@@ -147,13 +151,16 @@ def check_family(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, env
     def use(engine: Any) -> list[tuple[str, list[int]]]:
         return generate(engine, parts, new)
 
-    plain = with_engine(use, env=env, timeout=300, **common)
+    if family == "gpt_oss" and common.get("device") == "cuda":
+        plain = [families.greedy(target, prompt, new) for prompt in chosen]
+    else:
+        plain = [ids for _, ids in with_engine(use, env=env, timeout=300, **common)]
     record = folder / "record"
     fast = with_engine(
         use, env=env | {"SGL_PEAGLE_RECORD": str(record)}, timeout=300,
         **peagle(k, speculative_draft_model_path=str(head)) | common,
     )  # fmt: skip
-    assert [ids for _, ids in fast] == [ids for _, ids in plain]
+    assert [ids for _, ids in fast] == plain
     TALLY["generations"] += len(fast)
     texts = {rid: p + tuple(ids) for p, (rid, ids) in zip(chosen, fast, strict=True)}
     result = pair.compare(pair.read_rounds(record), texts, k, head=head, target=target, points=families.AUX_POINTS)

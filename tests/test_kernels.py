@@ -47,6 +47,10 @@ def test_kernels_equal_the_references_on_the_gpu_without_synchronising() -> None
 def test_kernels_under_compute_sanitizer(tool: str) -> None:
     """Every tensor is an allocation of its own, so that memcheck sees an access that is out of bounds of one."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
+    if tool == "memcheck":
+        # Triton asks the driver for a mode of shared memory that it may not know, and falls back: an error of the API, which
+        # memcheck would count beside those of memory.
+        command += ["--report-api-errors", "no"]
     said = check_all("cuda", 1, *command, timeout=580, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", said)
     print(tool, summary)

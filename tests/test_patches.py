@@ -29,7 +29,7 @@ def patched(patch: Path, folder: Path) -> Path:
 
 
 def test_there_are_patches() -> None:
-    assert len(PATCHES) == 4
+    assert len(PATCHES) == 5
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name[:4])
@@ -59,3 +59,26 @@ def test_the_patched_row_is_wide_enough(tmp_path: Path) -> None:
         }
         exec(code, names)
         assert names["get_req_to_token_extra_context_len"]() >= 2 * alloc - 4
+
+
+def test_the_patched_decode_counts_the_new_token(tmp_path: Path) -> None:
+    """Windows cut from lengths that count the new token, decode's, grow by one; those of prefixes stay."""
+    copy = patched(PATCHES[4], tmp_path)
+    source = Path(find_spec("sglang").origin).parent / copy.relative_to(tmp_path / "python/sglang")
+    before, after = (window_calls(path.read_text()) for path in (source, copy))
+    grown = [(*a[:2], b[2], a[2]) for b, a in zip(before, after, strict=True) if a != b]
+    assert grown == [
+        (function, lengths, "self.sliding_window_size", "self.sliding_window_size + 1")
+        for function, lengths in (("_update_decode_kv_buffers", "seq_lens"), ("init_forward_metadata", "forward_batch.seq_lens"))
+    ]
+    assert len(after) - len(grown) >= 5
+
+
+def window_calls(code: str) -> list[tuple[str, str, str]]:
+    """(function, lengths, window) of every call that cuts windows."""
+    found = []
+    for function in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)):
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) == "update_sliding_window_buffer":
+                found.append((function.name, ast.unparse(call.args[5]), ast.unparse(call.args[4])))
+    return found
