@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,7 @@ ROOT = BENCH.parent
 sys.path[:0] = [str(ROOT), str(BENCH)]
 
 from environment import environment, head_hashes, refuse_other_settings, write_report  # noqa: E402
-from sweep_options import CPU_ARGS, GPU_ARGS, PRESETS, arguments, on_cuda, read_prompts  # noqa: E402
+from sweep_options import CPU_ARGS, GPU_ARGS, PRESETS, TOGETHER_ARGS, arguments, on_cuda, read_prompts  # noqa: E402
 from sweep_plan import EngineSpec, cell_key, engines, merged, ordered_concurrencies, prompts_for  # noqa: E402
 
 from sgl_peagle.errors import PEagleError  # noqa: E402
@@ -53,6 +54,7 @@ class Sweep:
         self.starts: dict[str, int] = {}
         self._prompts: Optional[list[list[int]]] = None
         self._bar: Any = None
+        self._lock = threading.RLock()  # engines that run at once are followed by a thread each
 
     # -- set-up -------------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class Sweep:
 
     def _load(self) -> dict[str, Any]:
         names = ("models", "methods", "k", "concurrency", "vocab", "preset", "input_tokens", "output_tokens", "repeats",
-                 "simulate_tokens", "engine_args")  # fmt: skip
+                 "simulate_tokens", "engine_args", "interleave")  # fmt: skip
         settings = {name: getattr(self.options, name) for name in names} | self._real_settings()
         fresh = {"environment": self.environment, "environments": [self.environment], "settings": [settings], "engines": [],
                  "host_sync": [], "cells": []}  # fmt: skip
@@ -118,7 +120,7 @@ class Sweep:
                 f"{self.options.out} exists", "its results would be overwritten", "pass --continue to add to it, or another --out"
             )
         old = json.loads(self.options.out.read_text())
-        compared = ("heads_sha256", "prompts_sha256", "prompts_per_cell", "repeats", "engine_args", "output_tokens")
+        compared = ("heads_sha256", "prompts_sha256", "prompts_per_cell", "repeats", "engine_args", "output_tokens", "interleave")
         now = {name: settings[name] for name in compared if name in settings}
         if old["cells"] and self.options.target is not None:
             refuse_other_settings(self.options.out, old["settings"][-1], now)
@@ -142,16 +144,18 @@ class Sweep:
 
     def write(self) -> None:
         """The results so far."""
-        write_report(self.options.out, self.report)
+        with self._lock:
+            write_report(self.options.out, self.report)
 
     def note(self, text: str) -> None:
         """A line above the progress bar."""
         line = f"[{time.monotonic() - self.begin:6.1f} s] {text}"
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stdout)
-        else:
-            print(line)
-        sys.stdout.flush()
+        with self._lock:
+            if self._bar is not None:
+                self._bar.write(line, file=sys.stdout)
+            else:
+                print(line)
+            sys.stdout.flush()
 
     # -- engines ------------------------------------------------------------------------------------------
 
@@ -203,8 +207,14 @@ class Sweep:
         done = {entry["concurrency"] for entry in same}
         return [c for c in self.options.profile if spec.k and c not in done]
 
-    def job(self, spec: EngineSpec, concurrencies: list[int], name: str) -> tuple[Path, dict[str, str]]:
-        """Write model folders and the job of an engine; returns the job file and the engine's environment."""
+    def job(
+        self, spec: EngineSpec, concurrencies: list[int], name: str, turns: Optional[dict[str, Any]] = None
+    ) -> tuple[Path, dict[str, str]]:
+        """Write model folders and the job of an engine; returns the job file and the engine's environment.
+
+        Args:
+            turns: Folder, place and count for :class:`sweep_turns.Turns`, where engines run at once.
+        """
         import sweep_models
         from sweep_probe import FOLDER_ENV
 
@@ -240,7 +250,7 @@ class Sweep:
                 "SGLANG_SIMULATE_ACC_LEN": str(spec.acceptance.length), "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
                 "SGLANG_SIMULATE_ACC_TOKEN_MODE": options.simulate_tokens,
             }  # fmt: skip
-        args |= options.engine_args
+        args |= (TOGETHER_ARGS if turns else {}) | options.engine_args
         least = min(options.prompts_per_cell, len(prompts)) if prompts else 0
         probe = self.workdir / f"{name}-probe"
         probe.mkdir(exist_ok=True)
@@ -252,7 +262,7 @@ class Sweep:
             "profile_delay": 0.5 if self.cuda else 0.3, "profile_tokens": max(1024, options.output_tokens),
             "input_tokens": options.input_tokens, "output_tokens": options.output_tokens,
             "short_tokens": max(2, options.output_tokens // 4), "repeats": options.repeats, "vocab_size": vocab_size,
-            "prompts": prompts, "seed": 1,
+            "prompts": prompts, "seed": 1, "turns": turns,
             "simulated_acceptance_length": spec.acceptance.length if spec.acceptance else None,
         }  # fmt: skip
         path = self.workdir / f"{name}.json"
@@ -317,15 +327,54 @@ class Sweep:
 
     def add_cell(self, cell: dict[str, Any]) -> None:
         """Add a cell in the place of an earlier one with the same key."""
-        kept = [c for c in self.report["cells"] if cell_key(c) != cell_key(cell)]
-        self.report["cells"] = kept + [cell]
-        if self._bar is not None:
-            self._bar.update(1)
+        with self._lock:
+            kept = [c for c in self.report["cells"] if cell_key(c) != cell_key(cell)]
+            self.report["cells"] = kept + [cell]
+            if self._bar is not None:
+                self._bar.update(1)
 
-    def collect(self, spec: EngineSpec, process: Any, job: Path, todo: list[int]) -> tuple[bool, Optional[str]]:
-        """Take in an engine's lines until it is done; returns whether it got ready, and what went wrong or None."""
+    def measure_together(self, specs: list[tuple[int, EngineSpec]]) -> None:
+        """All engines at once, each followed by a thread; they take turns, batch by batch."""
+        from sweep_process import EngineProcess, reason
+        from sweep_turns import Turns
+
+        folder = Path(tempfile.mkdtemp(prefix="turns-", dir=self.workdir))
+        followed: list[threading.Thread] = []
+        started = []
+        for place, (number, spec) in enumerate(specs):  # all forks before the first thread
+            turns, todo, name = Turns(folder, place, len(specs)), self.missing(spec), f"together-{number}-{spec.method}-{spec.k}"
+            job, env = self.job(spec, todo, name, {"folder": str(folder), "place": place, "count": len(specs)})
+            log = self.workdir / f"{name}.log"
+            started.append((spec, turns, EngineProcess(job, log, env, self.run), job, todo, log))
+            self.note(f"{spec.name}: starting, one of {len(specs)} at once, for concurrencies {todo}")
+
+        def follow(spec: EngineSpec, turns: Any, process: Any, job: Path, todo: list[int], log: Path) -> None:
+            try:
+                _ready, failure = self.collect(spec, process, job, todo, patience=len(specs))
+            finally:
+                process.end()
+                turns.leave()
+            if failure is not None:
+                why = failure if failure.startswith("no result") else f"{failure}: {reason(log)}"
+                self.fail(spec, self.missing(spec), why, log)
+
+        for arguments_ in started:
+            followed.append(threading.Thread(target=follow, args=arguments_))
+            followed[-1].start()
+        for thread in followed:
+            thread.join()
+
+    def collect(
+        self, spec: EngineSpec, process: Any, job: Path, todo: list[int], patience: int = 1
+    ) -> tuple[bool, Optional[str]]:
+        """Take in an engine's lines until it is done; returns whether it got ready, and what went wrong or None.
+
+        Args:
+            patience: Factor of the time limits: engines that run at once wait for each other.
+        """
         from sweep_process import read_lines
 
+        entry: dict[str, Any] = {}
         lines_file, offset, ready, done = job.with_suffix(".jsonl"), 0, False, False
         began = last = time.monotonic()
         mark = began
@@ -342,7 +391,8 @@ class Sweep:
                     entry = asdict(spec) | line["engine"] | {"start_of_method": self.starts[key]}
                     entry |= {"start_method": "fork" if self.run else "spawn", "wall_s": last - began}
                     entry["environment_index"] = len(self.report["environments"]) - 1
-                    self.report["engines"].append(entry)
+                    with self._lock:
+                        self.report["engines"].append(entry)
                     self.note(f"{spec.name}: ready in {entry['start_s']:.1f} s, {entry['memory_usage']}")
                 elif "begin" in line:
                     mark = last
@@ -357,13 +407,13 @@ class Sweep:
                 elif "skipped" in line:
                     self.note(f"{spec.name}: the time is over, left out: {line['skipped']}")
                 elif "first_generation_s" in line:
-                    self.report["engines"][-1] |= line
+                    entry |= line
                 done |= "done" in line
             if lines:
                 self.write()
             elif status is not None and not done:
                 return ready, f"ended with status {status}"
-            limit = self.options.cell_timeout if ready else self.options.engine_timeout
+            limit = patience * (self.options.cell_timeout if ready else self.options.engine_timeout)
             if time.monotonic() - last > limit:
                 return ready, f"no result for {limit:.0f} s " + ("while measuring" if ready else "while starting")
             if not lines:
@@ -381,8 +431,11 @@ class Sweep:
             self._import_for_forks()
         tqdm.monitor_interval = 0  # its thread would be forked, too
         self._bar = tqdm(total=total, unit="cell", desc="sweep", dynamic_ncols=True, mininterval=2)
-        for number, spec in specs:
-            self.measure(spec, number)
+        if self.options.interleave:
+            self.measure_together(specs)
+        else:
+            for number, spec in specs:
+                self.measure(spec, number)
         self._bar.close()
         self._bar = None
         left = sum(len(self.missing(spec)) for spec in self.specs())

@@ -9,6 +9,7 @@ concurrency, ``{"host_sync": ...}``, ``{"done": true}``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import statistics
@@ -22,6 +23,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 import sweep_probe  # noqa: E402
 from sweep_process import append_line  # noqa: E402
+from sweep_turns import Turns  # noqa: E402
+
+#: Around every piece of work: waits for the engine's turn where several run at once.
+Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 #: What SGLang and the plugin log behind a capture.
 CAPTURE = re.compile(r"Capture (.+?) end\..*?mem usage=(-?[\d.]+) GB")
@@ -110,20 +115,23 @@ def slope(requests: Requests, concurrency: int, long: int, short: int, repeats: 
 
 def measure(
     requests: Requests, switch: sweep_probe.Switch, job: dict[str, Any], concurrency: int,
-    timed: Callable[[int], None] = lambda batches: None,
+    timed: Callable[[int], None] = lambda batches: None, turn: Turn = contextlib.nullcontext,
 ) -> dict[str, Any]:  # fmt: skip
     """One cell: warm-up, timed batch, slope, and the split in a pass of its own.
 
     With real prompts the batch is timed ``repeats`` times and the one of median throughput is the cell's: a small target
-    is bound by the host, and there single batches differ by tens of percent. ``timed`` is told how many are done.
+    is bound by the host, and there single batches differ by tens of percent. ``timed`` is told how many are done. With a
+    ``turn``, other engines' batches come between.
     """
     count, long, short = job["prompts_for"][str(concurrency)], job["output_tokens"], job["short_tokens"]
-    requests.run(requests.prompts(concurrency), concurrency, short)
+    with turn():
+        requests.run(requests.prompts(concurrency), concurrency, short)
     real = bool(job.get("prompts"))
     batches = []
     for _ in range(job["repeats"] if real else 1):
         requests.rewind()
-        batches.append(requests.run(requests.prompts(count), concurrency, long))
+        with turn():
+            batches.append(requests.run(requests.prompts(count), concurrency, long))
         timed(len(batches))
     seconds, metas = sorted(batches, key=lambda batch: tokens_of(batch[1]) / batch[0])[(len(batches) - 1) // 2]
     cell: dict[str, Any] = {
@@ -138,7 +146,8 @@ def measure(
     if not real:
         found = slope(requests, concurrency, long, short, job["repeats"])
         cell |= {"ms_round": found["ms"], "ms_round_repeats": found["all"], "ms_round_source": "timed waves"}
-    cell |= split(requests, switch, job, concurrency)
+    with turn():
+        cell |= split(requests, switch, job, concurrency)
     if real:
         cell |= {"ms_round": cell["ms_round_split_pass"], "ms_round_source": "split pass"}
     return cell
@@ -196,9 +205,13 @@ def main(job_file: Path) -> None:
         "resolved": {name: info.get(name, getattr(args, name, None)) for name in kept},
     }})  # fmt: skip
     requests, switch = Requests(engine, job), sweep_probe.Switch(Path(job["probe"]))
+    turns = Turns(Path(job["turns"]["folder"]), job["turns"]["place"], job["turns"]["count"]) if job["turns"] else None
+    turn: Turn = turns.mine if turns else contextlib.nullcontext
     begin = time.perf_counter()
     requests.run(requests.prompts(1), 1, job["short_tokens"])  # the first generation compiles kernels
     append_line(out, {"first_generation_s": time.perf_counter() - begin})
+    if turns:
+        turns.ready()
     for concurrency in job["concurrencies"]:
         if over(job):
             append_line(out, {"skipped": f"concurrency {concurrency}"})
@@ -206,7 +219,7 @@ def main(job_file: Path) -> None:
         append_line(out, {"begin": concurrency})
         try:
             # Every timed batch is a sign of life to the process that waits for lines.
-            found = measure(requests, switch, job, concurrency, lambda batches: append_line(out, {"batch": batches}))
+            found = measure(requests, switch, job, concurrency, lambda batches: append_line(out, {"batch": batches}), turn)
             append_line(out, {"cell": {"concurrency": concurrency, **found}})
         except Exception as error:  # this cell is lost; whether the engine still serves shows at the next one
             traceback.print_exc()
@@ -219,7 +232,9 @@ def main(job_file: Path) -> None:
         try:
             from sweep_trace import profile
 
-            append_line(out, {"host_sync": {"concurrency": concurrency, **profile(requests, engine, job, concurrency)}})
+            with turn():
+                found = profile(requests, engine, job, concurrency)
+            append_line(out, {"host_sync": {"concurrency": concurrency, **found}})
         except Exception as error:
             traceback.print_exc()
             append_line(out, {"host_sync": {"concurrency": concurrency, "error": f"{type(error).__name__}: {error}"[:400]}})

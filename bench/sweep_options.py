@@ -24,6 +24,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 #: On a CUDA GPU: 58 prefill shapes would be captured otherwise, and 64 is the largest concurrency.
 GPU_ARGS: dict[str, Any] = {"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 64, "dtype": "bfloat16"}
+#: Of engines that run at once: a KV pool each, and no busy waiting between their turns.
+TOGETHER_ARGS: dict[str, Any] = {"max_total_tokens": 131_072, "sleep_on_idle": True}
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True,
     "max_total_tokens": 8192,
@@ -54,6 +56,7 @@ def arguments(argv: Optional[list[str]] = None, description: Optional[str] = Non
     add("--head-eagle3", type=Path, help="a real EAGLE-3 head")
     add("--prompts", type=Path, help="JSON list or JSONL of texts, or objects with prompt / question / turns")
     add("--prompts-per-cell", type=int, default=40, help="real prompts of a timed batch, at least (all if there are fewer)")
+    add("--interleave", action="store_true", help="all engines of a real target at once, timed in turn, batch by batch")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--gpu", help="index of the GPU (CUDA_VISIBLE_DEVICES)")
     add("--start", default="auto", choices=("auto", "fork", "spawn"), help="how engine processes start")
@@ -76,6 +79,10 @@ def _check(options: argparse.Namespace) -> None:
         raise PEagleError(f"--k {bad[0]}", "acceptance and reports know K " + ", ".join(map(str, K_VALUES)), "choose those")
     if min(options.concurrency) < 1 or max(options.concurrency) > 64:
         raise PEagleError("--concurrency outside 1 ... 64", "graphs are captured up to 64 requests", "choose from 1 to 64")
+    if options.interleave and options.target is None:
+        raise PEagleError(
+            "--interleave without --target", "it is for small targets, of which many engines fit one GPU", "leave it out"
+        )
     if options.target is None:
         unknown = [m for m in options.models if m not in sweep_models.SHAPES]
         if unknown:

@@ -25,6 +25,7 @@ import sweep_plan  # noqa: E402
 import sweep_probe  # noqa: E402
 import sweep_process  # noqa: E402
 import sweep_trace  # noqa: E402
+import sweep_turns  # noqa: E402
 
 from sgl_peagle.errors import PEagleError  # noqa: E402
 from sgl_peagle.heads import read_head  # noqa: E402
@@ -367,6 +368,37 @@ def test_sweep_of_a_real_head(tmp_path: Path) -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     assert refused.returncode == 2 and "prompts_sha256" in refused.stderr, refused.stderr
+
+
+def test_engines_take_turns(tmp_path: Path) -> None:
+    """Two engines at once, none and P-EAGLE: nobody begins before both are ready, and their batches alternate."""
+    prompts, out = tmp_path / "some.jsonl", tmp_path / "real.json"
+    prompts.write_text('{"prompt": "Count by 2"}\n')
+    real = ["--target", str(pair.TARGET), "--head-peagle", str(pair.HEAD), "--prompts", str(prompts), "--interleave"]
+    code, data, text = _sweep(out, *real, "--methods", "none", "peagle", "--k", "3", "--concurrency", "1", "2", "--repeats", "2")
+    assert code == 0, text
+    assert sorted((c["method"], c["concurrency"]) for c in data["cells"]) == [("none", 1), ("none", 2), ("peagle", 1), ("peagle", 2)]
+    assert all(len(c["output_tokens_per_s_all"]) == 2 and c["ms_round"] > 0 for c in data["cells"]), data["cells"]
+    assert data["settings"][0]["interleave"] is True
+    assert {(e["method"], "first_generation_s" in e) for e in data["engines"]} == {("none", True), ("peagle", True)}
+    # A warm-up, two timed batches and the split pass per concurrency.
+    spans = [json.loads(line) for file in (tmp_path / "work").glob("turns-*/spans-*") for line in file.read_text().splitlines()]
+    spans.sort(key=lambda span: span["begin"])
+    assert all(a["end"] <= b["begin"] for a, b in zip(spans, spans[1:])), "two engines worked at once"
+    assert [s["place"] for s in spans] == [0, 1] * 8
+
+
+def test_turns_go_on_when_an_engine_leaves(tmp_path: Path) -> None:
+    first, second, third = (sweep_turns.Turns(tmp_path, place, 3) for place in range(3))
+    first.ready(), second.ready()
+    third.leave()  # died while it started
+    for turns in (first, second, first):
+        with turns.mine():
+            pass
+    second.leave()  # died while it was its turn
+    for _ in range(2):
+        with first.mine():
+            pass
 
 
 def test_the_median_of_several_batches_is_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
