@@ -24,7 +24,7 @@ worst=0
 if [ -e /dev/nvidia0 ]; then
   "$python" bench/acceptance.py --target "$target" --peagle "$peagle" --eagle3 "$eagle3" --k 1,3,5,7,10 "${sets[@]}" \
     --long-code 8 --limit 120 --concurrency 128 --engine mem_fraction_static=0.9 --out "$out/acceptance.json" || worst=$?
-  sweep --k 7 3 5 1 10 --profile 1
+  sweep --k 7 3 5 1 10 --profile 1 --interleave
 else
   sweep --device cpu --k 3 5 7 --concurrency 1 --prompts-per-cell 12 --output-tokens 96 --profile --repeats 1
 fi

@@ -67,8 +67,8 @@ def train() -> None:
 @click.option("--embedding", type=click.Choice(["mask_row", "full"]), default="mask_row", show_default=True,
               help="Train the MASK row alone (compact head), or a copy of the whole embedding.")  # fmt: skip
 @click.option("--loss", type=click.Choice(["kl", "ce"]), default="kl", show_default=True)
-@click.option("--refused-weight", type=float, default=1.0, show_default=True,
-              help="Factor of the rows behind a wrong draft of the head: an engine throws their drafts away.")  # fmt: skip
+@click.option("--refused-weight", type=float,
+              help="Factor of the rows behind a wrong draft of the head: an engine throws their drafts away.  [default: 0.1; eagle3: 1]")  # fmt: skip
 @click.option("--optimizer", type=click.Choice(["muon", "adamw"]), default="muon", show_default=True,
               help="For the matrices; everything else is AdamW's.")  # fmt: skip
 @click.option("--matrix-lr", type=float, default=0.02, show_default=True, help="Muon's peak learning rate.")
@@ -106,7 +106,7 @@ def train() -> None:
 def run(
     target: str, target_name: Optional[str], corpus: Path, out: Path, resume: bool, method: str, layers: Optional[int],
     depths: Optional[int], cod_rate: float, cod_floor: float, reference_weight: bool, mask_token_id: Optional[int],
-    aux_layers: tuple[int, ...], embedding: str, loss: str, refused_weight: float, optimizer: str, matrix_lr: float, lr: float,
+    aux_layers: tuple[int, ...], embedding: str, loss: str, refused_weight: Optional[float], optimizer: str, matrix_lr: float, lr: float,
     embedding_lr: float, clip: float, weight_decay: float, noise: float, ema: float, minutes: Optional[float], steps: Optional[int],
     epochs: Optional[float], tokens_per_step: int, max_length: int, holdout: int, seed: int, segments: int,
     partition: str, attention: str, chunk: int, compile_loss: bool, device: str, log_every: int, checkpoint_every: int,
@@ -126,7 +126,7 @@ def run(
             target=target, corpus=str(corpus), method=method, layers=(1 if ar else 2) if layers is None else layers,
             depths=(7 if ar else 8) if depths is None else depths, cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
             embedding="frozen" if ar else embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
-            loss=loss, refused_weight=refused_weight, optimizer=optimizer, matrix_lr=matrix_lr, lr=lr, embedding_lr=embedding_lr, clip=clip, weight_decay=weight_decay, noise=noise, ema=ema,
+            loss=loss, refused_weight=(1.0 if ar else 0.1) if refused_weight is None else refused_weight, optimizer=optimizer, matrix_lr=matrix_lr, lr=lr, embedding_lr=embedding_lr, clip=clip, weight_decay=weight_decay, noise=noise, ema=ema,
             minutes=minutes, steps=steps, epochs=epochs, tokens_per_step=tokens_per_step, max_length=max_length,
             holdout=holdout, seed=seed, segments=segments, partition=partition, attention=attention, chunk=chunk,
             compile_loss=compile_loss, device=device, log_every=log_every, checkpoint_every=checkpoint_every, eval_every=eval_every, select=select, served=served_k,
