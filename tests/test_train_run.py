@@ -108,7 +108,7 @@ def test_learns_through_the_command(place: Path, tmp_path: Path, method: str) ->
     arguments += ["--depths", "3", "--lr", "3e-3", "--log-every", "5", "--max-length", "64", "--device", "cpu"]
     arguments += ["--mask-token-id", str(MASK), "--to", "peagle", "--to", "vllm", "--to", "speculators"] * (method == "peagle")
     arguments += ["--ema", "0.5", "--noise", "0.01", "--weight-decay", "0.01", "--select", "best", "--served-k", "2"]
-    arguments += ["--eval-every", "10", "--clip", "0.9"]
+    arguments += ["--eval-every", "10", "--clip", "0.9", "--intermediate-size", "48"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in (tmp_path / "out" / LOG).read_text().splitlines()]
@@ -118,6 +118,7 @@ def test_learns_through_the_command(place: Path, tmp_path: Path, method: str) ->
     assert len(held[-1]["walk"]) == len(held[-1]["accuracy"]) == 3 and held[-1]["walk"][0] >= 1
     config = json.loads((tmp_path / "out" / "head" / "config.json").read_text())
     record = config["training"]
+    assert config["intermediate_size"] == 48 and record["refused_weight"] == (0.1 if method == "peagle" else 1.0)
     assert record["num_depths"] == 3 and record["seed"] == 0 and record["aux_layer_ids"] == [2, 3, 4]
     assert record["corpus_sha256"] == Corpus.open(place / "corpus").sha256
     assert record["exported_step"] in (10, 20, 30) and record["holdout"]["k"] == 2 and record["clip"] == 0.9
@@ -236,6 +237,7 @@ def test_refusals(place: Path, tmp_path: Path) -> None:
     refused("one layer", method="eagle3", layers=2)
     refused("must learn", embedding="frozen")
     refused("refused_weight is 1.5", refused_weight=1.5)
+    refused("intermediate_size is 0", intermediate_size=0)
     refused("shares of the rows", cod_ratio=1.5)
     refused("weight_decay is -1", weight_decay=-1.0)
     refused("noise is 2", noise=2.0)

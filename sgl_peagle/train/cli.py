@@ -58,6 +58,7 @@ def train() -> None:
 @click.option("--resume", is_flag=True, help="Go on with the interrupted run in --out.")
 @click.option("--method", type=click.Choice(["peagle", "eagle3"]), default="peagle", show_default=True)
 @click.option("--layers", type=int, help="Decoder layers of the head.  [default: 2; eagle3: 1]")
+@click.option("--intermediate-size", type=int, help="Width of the layers' MLPs.  [default: the target's]")
 @click.option("--depths", type=int, help="K, drafts learned per round; eagle3: unrolled steps.  [default: 8; eagle3: 7]")
 @click.option("--cod-rate", type=float, default=0.7, show_default=True, help="Depth d keeps this to the power d of its rows ...")
 @click.option("--cod-floor", type=float, default=0.2, show_default=True, help="... but no smaller share than this.")
@@ -105,7 +106,7 @@ def train() -> None:
               help="Formats to export; repeat.  [default: peagle]")  # fmt: skip
 def run(
     target: str, target_name: Optional[str], corpus: Path, out: Path, resume: bool, method: str, layers: Optional[int],
-    depths: Optional[int], cod_rate: float, cod_floor: float, reference_weight: bool, mask_token_id: Optional[int],
+    intermediate_size: Optional[int], depths: Optional[int], cod_rate: float, cod_floor: float, reference_weight: bool, mask_token_id: Optional[int],
     aux_layers: tuple[int, ...], embedding: str, loss: str, refused_weight: Optional[float], optimizer: str, matrix_lr: float, lr: float,
     embedding_lr: float, clip: float, weight_decay: float, noise: float, ema: float, minutes: Optional[float], steps: Optional[int],
     epochs: Optional[float], tokens_per_step: int, max_length: int, holdout: int, seed: int, segments: int,
@@ -124,6 +125,7 @@ def run(
     try:
         settings = Settings(
             target=target, corpus=str(corpus), method=method, layers=(1 if ar else 2) if layers is None else layers,
+            intermediate_size=intermediate_size,
             depths=(7 if ar else 8) if depths is None else depths, cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
             embedding="frozen" if ar else embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
             loss=loss, refused_weight=(1.0 if ar else 0.1) if refused_weight is None else refused_weight, optimizer=optimizer, matrix_lr=matrix_lr, lr=lr, embedding_lr=embedding_lr, clip=clip, weight_decay=weight_decay, noise=noise, ema=ema,

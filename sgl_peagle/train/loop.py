@@ -96,7 +96,8 @@ class Trainer:
                 "a resumed run is the same run",
                 "restore them, or start a new run in another folder",
             )
-        shape = Shape.of_target(self.target.config, settings.layers, len(self.target.aux_layer_ids))
+        aux = len(self.target.aux_layer_ids)
+        shape = Shape.of_target(self.target.config, settings.layers, aux, settings.intermediate_size)
         self.head = Head(
             shape,
             self.target.embedding,

@@ -33,7 +33,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a head, all but ``layers`` and ``num_aux`` the target's."""
+    """Sizes of a head: ``layers``, ``num_aux`` and perhaps ``intermediate_size`` its own, the others the target's."""
 
     layers: int
     num_aux: int
@@ -48,7 +48,7 @@ class Shape:
     rope_parameters: dict[str, Any]
 
     @classmethod
-    def of_target(cls, config: Any, layers: int, num_aux: int) -> "Shape":
+    def of_target(cls, config: Any, layers: int, num_aux: int, intermediate_size: Optional[int] = None) -> "Shape":
         """From the target's transformers config.
 
         Raises:
@@ -67,7 +67,7 @@ class Shape:
             layers,
             num_aux,
             config.hidden_size,
-            config.intermediate_size,
+            intermediate_size or config.intermediate_size,
             heads,
             getattr(config, "num_key_value_heads", None) or heads,
             getattr(config, "head_dim", None) or config.hidden_size // heads,

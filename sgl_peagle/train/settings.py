@@ -31,6 +31,7 @@ class Settings:
         target, corpus: Folder or hub id; folder.
         method: ``peagle``, or ``eagle3`` (autoregressive, training-time test).
         layers: Decoder layers of the head.
+        intermediate_size: Width of their MLPs; None: the target's.
         depths: K, drafts learned per round; for eagle3 T, the unrolled steps.
         cod_ratio, cod_floor, strict: See :mod:`sgl_peagle.train.rows`.
         embedding: One of :data:`~sgl_peagle.train.model.EMBEDDINGS`.
@@ -64,6 +65,7 @@ class Settings:
     corpus: str
     method: str = "peagle"
     layers: int = 2
+    intermediate_size: Optional[int] = None
     depths: int = 8
     cod_ratio: float = 0.7
     cod_floor: float = 0.2
@@ -115,6 +117,8 @@ class Settings:
         for name, low in least.items():
             if getattr(self, name) < low:
                 _refuse(f"{name} is {getattr(self, name)}", f"it must be at least {low}", f"use {low} or more")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            _refuse(f"intermediate_size is {self.intermediate_size}", "it is the width of the MLPs", "use 1 or more, or leave it out")
         if not 0 < self.cod_ratio <= 1 or not 0 <= self.cod_floor <= 1:
             _refuse(
                 f"cod_ratio is {self.cod_ratio}, cod_floor {self.cod_floor}",
