@@ -278,6 +278,8 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         SystemExit: They were measured differently, or hold the same cell twice.
     """
+    if any("environments" in report for report in reports):
+        sys.exit("one of the files is merged already: give the files it was merged from")
     first, environments = reports[0], [report["environment"] for report in reports]
     distinct = [e for i, e in enumerate(environments) if e not in environments[:i]]
     if len({json.dumps({k: v for k, v in e.items() if k not in OWN_VERSION}, sort_keys=True) for e in distinct}) > 1:

@@ -180,11 +180,16 @@ def _simulated_targets(cells: list[Cell], host_sync: Sequence[dict[str, Any]]) -
     return found
 
 
+def alone(engine: dict[str, Any]) -> bool:
+    """Whether nothing else started and captured beside an engine, so that its start time and graph memory mean something."""
+    return engine.get("together", 1) == 1
+
+
 def targets(cells: list[Cell], engines: list[dict[str, Any]], host_sync: list[dict[str, Any]] = ()) -> list[Verdict]:
     """All targets of one group of cells; ``engines`` and ``host_sync`` of the same model, preset and vocabulary."""
     found = _simulated_targets(cells, host_sync) if any(c["dummy_weights"] for c in cells) else _real_targets(cells)
     for k in (3, 7):
-        chosen = {m: [e for e in engines if e["method"] == m and e["k"] == k and "error" not in e] for m in ("peagle", "eagle3")}
+        chosen = {m: [e for e in engines if e["method"] == m and e["k"] == k and "error" not in e and alone(e)] for m in ("peagle", "eagle3")}
         p, e = (min(chosen[m], key=lambda x: x["start_s"], default=None) for m in ("peagle", "eagle3"))
         same = p and e and p.get("start_of_method") == e.get("start_of_method") and p.get("start_method") == e.get("start_method")
         note = "" if same or not (p and e) else "starts are not alike (kernel caches, start method)"

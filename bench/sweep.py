@@ -28,7 +28,7 @@ ROOT = BENCH.parent
 sys.path[:0] = [str(ROOT), str(BENCH)]
 
 from environment import environment, head_hashes, refuse_other_settings, write_report  # noqa: E402
-from sweep_options import CPU_ARGS, GPU_ARGS, PRESETS, TOGETHER_ARGS, arguments, on_cuda, read_prompts  # noqa: E402
+from sweep_options import CPU_ARGS, GPU_ARGS, PRESETS, TOGETHER_ARGS, TOGETHER_GPU_ARGS, arguments, on_cuda, read_prompts  # noqa: E402
 from sweep_plan import EngineSpec, cell_key, engines, merged, ordered_concurrencies, prompts_for  # noqa: E402
 
 from sgl_peagle.errors import PEagleError  # noqa: E402
@@ -123,7 +123,7 @@ class Sweep:
         compared = ("heads_sha256", "prompts_sha256", "prompts_per_cell", "repeats", "engine_args", "output_tokens", "interleave")
         now = {name: settings[name] for name in compared if name in settings}
         if old["cells"] and self.options.target is not None:
-            refuse_other_settings(self.options.out, old["settings"][-1], now)
+            refuse_other_settings(self.options.out, {"interleave": False} | old["settings"][-1], now)
         old["environments"].append(self.environment)
         old["settings"].append(settings)
         return old
@@ -250,7 +250,9 @@ class Sweep:
                 "SGLANG_SIMULATE_ACC_LEN": str(spec.acceptance.length), "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
                 "SGLANG_SIMULATE_ACC_TOKEN_MODE": options.simulate_tokens,
             }  # fmt: skip
-        args |= (TOGETHER_ARGS if turns else {}) | options.engine_args
+        if turns:
+            args |= TOGETHER_ARGS | (TOGETHER_GPU_ARGS if self.cuda else {})
+        args |= options.engine_args
         least = min(options.prompts_per_cell, len(prompts)) if prompts else 0
         probe = self.workdir / f"{name}-probe"
         probe.mkdir(exist_ok=True)
@@ -322,8 +324,9 @@ class Sweep:
         self.note(f"{spec.name}: FAILED: {why}")
         for concurrency in concurrencies:
             self.add_cell(self.base(spec, concurrency) | {"error": why})
-        self.report["engines"].append(asdict(spec) | {"error": why})
-        self.write()
+        with self._lock:
+            self.report["engines"].append(asdict(spec) | {"error": why})
+            self.write()
 
     def add_cell(self, cell: dict[str, Any]) -> None:
         """Add a cell in the place of an earlier one with the same key."""
@@ -335,47 +338,53 @@ class Sweep:
 
     def measure_together(self, specs: list[tuple[int, EngineSpec]]) -> None:
         """All engines at once, each followed by a thread; they take turns, batch by batch."""
-        from sweep_process import EngineProcess, reason
+        from sweep_process import EngineProcess
         from sweep_turns import Turns
 
         folder = Path(tempfile.mkdtemp(prefix="turns-", dir=self.workdir))
-        followed: list[threading.Thread] = []
-        started = []
-        for place, (number, spec) in enumerate(specs):  # all forks before the first thread
-            turns, todo, name = Turns(folder, place, len(specs)), self.missing(spec), f"together-{number}-{spec.method}-{spec.k}"
-            job, env = self.job(spec, todo, name, {"folder": str(folder), "place": place, "count": len(specs)})
-            log = self.workdir / f"{name}.log"
-            started.append((spec, turns, EngineProcess(job, log, env, self.run), job, todo, log))
-            self.note(f"{spec.name}: starting, one of {len(specs)} at once, for concurrencies {todo}")
-
-        def follow(spec: EngineSpec, turns: Any, process: Any, job: Path, todo: list[int], log: Path) -> None:
-            try:
-                _ready, failure = self.collect(spec, process, job, todo, patience=len(specs))
-            finally:
+        processes, threads = [], []
+        try:
+            for place, (number, spec) in enumerate(specs):  # all forks before the first thread
+                todo, name = self.missing(spec), f"together-{number}-{spec.method}-{spec.k}"
+                job, env = self.job(spec, todo, name, {"folder": str(folder), "place": place, "count": len(specs)})
+                processes.append(EngineProcess(job, self.workdir / f"{name}.log", env, self.run))
+                self.note(f"{spec.name}: starting, one of {len(specs)} at once, for concurrencies {todo}")
+                arguments_ = (spec, Turns(folder, place, len(specs)), processes[-1], job, todo, len(specs))
+                threads.append(threading.Thread(target=self.follow, args=arguments_, daemon=True))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            for process in processes:
                 process.end()
-                turns.leave()
-            if failure is not None:
-                why = failure if failure.startswith("no result") else f"{failure}: {reason(log)}"
-                self.fail(spec, self.missing(spec), why, log)
 
-        for arguments_ in started:
-            followed.append(threading.Thread(target=follow, args=arguments_))
-            followed[-1].start()
-        for thread in followed:
-            thread.join()
+    def follow(self, spec: EngineSpec, turns: Any, process: Any, job: Path, todo: list[int], together: int) -> None:
+        """Take in the lines of one of several engines, and take it out of the round when it ends."""
+        from sweep_process import reason
+
+        try:
+            _ready, failure = self.collect(spec, process, job, todo, together)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        process.end()
+        turns.leave()
+        if failure is not None:
+            log = job.with_suffix(".log")
+            self.fail(spec, self.missing(spec), failure if failure.startswith("no result") else f"{failure}: {reason(log)}", log)
 
     def collect(
-        self, spec: EngineSpec, process: Any, job: Path, todo: list[int], patience: int = 1
+        self, spec: EngineSpec, process: Any, job: Path, todo: list[int], together: int = 1
     ) -> tuple[bool, Optional[str]]:
         """Take in an engine's lines until it is done; returns whether it got ready, and what went wrong or None.
 
         Args:
-            patience: Factor of the time limits: engines that run at once wait for each other.
+            together: Engines that run at once: starts take longer, and between its turns an engine has no time limit.
         """
         from sweep_process import read_lines
 
         entry: dict[str, Any] = {}
-        lines_file, offset, ready, done = job.with_suffix(".jsonl"), 0, False, False
+        lines_file, offset, ready, done, working = job.with_suffix(".jsonl"), 0, False, False, True
         began = last = time.monotonic()
         mark = began
         while not done:
@@ -390,7 +399,7 @@ class Sweep:
                     self.starts[key] = self.starts.get(key, 0) + 1
                     entry = asdict(spec) | line["engine"] | {"start_of_method": self.starts[key]}
                     entry |= {"start_method": "fork" if self.run else "spawn", "wall_s": last - began}
-                    entry["environment_index"] = len(self.report["environments"]) - 1
+                    entry |= {"environment_index": len(self.report["environments"]) - 1, "together": together}
                     with self._lock:
                         self.report["engines"].append(entry)
                     self.note(f"{spec.name}: ready in {entry['start_s']:.1f} s, {entry['memory_usage']}")
@@ -401,20 +410,25 @@ class Sweep:
                     self.cell_seconds.append(last - mark)
                     self.add_cell(cell)
                     self.note(f"{spec.name} c={cell['concurrency']}: {_brief(cell)}")
+                elif "turn" in line:
+                    working = line["turn"]
                 elif "host_sync" in line:
-                    self.report["host_sync"].append(asdict(spec) | line["host_sync"])
+                    with self._lock:
+                        self.report["host_sync"].append(asdict(spec) | line["host_sync"])
                     self.note(f"{spec.name} profile: {json.dumps(line['host_sync'])[:600]}")
                 elif "skipped" in line:
                     self.note(f"{spec.name}: the time is over, left out: {line['skipped']}")
                 elif "first_generation_s" in line:
-                    entry |= line
+                    with self._lock:
+                        entry |= line
+                    working = together == 1
                 done |= "done" in line
             if lines:
                 self.write()
             elif status is not None and not done:
                 return ready, f"ended with status {status}"
-            limit = patience * (self.options.cell_timeout if ready else self.options.engine_timeout)
-            if time.monotonic() - last > limit:
+            limit = self.options.cell_timeout if ready else self.options.engine_timeout * (1 if together == 1 else 2)
+            if working and time.monotonic() - last > limit:
                 return ready, f"no result for {limit:.0f} s " + ("while measuring" if ready else "while starting")
             if not lines:
                 time.sleep(0.1)

@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 import sweep_probe  # noqa: E402
 from sweep_process import append_line  # noqa: E402
-from sweep_turns import Turns  # noqa: E402
+from sweep_turns import TimeIsOver, Turns  # noqa: E402
 
 #: Around every piece of work: waits for the engine's turn where several run at once.
 Turn = Callable[[], contextlib.AbstractContextManager[None]]
@@ -185,6 +185,15 @@ def over(job: dict[str, Any]) -> bool:
     return job["deadline"] is not None and time.time() > job["deadline"]
 
 
+def turns_of(job: dict[str, Any], out: Path) -> Optional[Turns]:
+    """The engine's turns, where several run at once; the sweep is told when one begins and ends."""
+    if not job["turns"]:
+        return None
+    place = job["turns"]
+    tell: Callable[[bool], None] = lambda begins: append_line(out, {"turn": begins})
+    return Turns(Path(place["folder"]), place["place"], place["count"], job["deadline"], tell)
+
+
 def main(job_file: Path) -> None:
     """Run a job."""
     job = json.loads(job_file.read_text())
@@ -205,7 +214,7 @@ def main(job_file: Path) -> None:
         "resolved": {name: info.get(name, getattr(args, name, None)) for name in kept},
     }})  # fmt: skip
     requests, switch = Requests(engine, job), sweep_probe.Switch(Path(job["probe"]))
-    turns = Turns(Path(job["turns"]["folder"]), job["turns"]["place"], job["turns"]["count"]) if job["turns"] else None
+    turns = turns_of(job, out)
     turn: Turn = turns.mine if turns else contextlib.nullcontext
     begin = time.perf_counter()
     requests.run(requests.prompts(1), 1, job["short_tokens"])  # the first generation compiles kernels
@@ -221,6 +230,8 @@ def main(job_file: Path) -> None:
             # Every timed batch is a sign of life to the process that waits for lines.
             found = measure(requests, switch, job, concurrency, lambda batches: append_line(out, {"batch": batches}), turn)
             append_line(out, {"cell": {"concurrency": concurrency, **found}})
+        except TimeIsOver:
+            append_line(out, {"skipped": f"concurrency {concurrency}"})
         except Exception as error:  # this cell is lost; whether the engine still serves shows at the next one
             traceback.print_exc()
             append_line(out, {"cell": {"concurrency": concurrency, "error": f"{type(error).__name__}: {error}"[:400]}})
@@ -235,9 +246,13 @@ def main(job_file: Path) -> None:
             with turn():
                 found = profile(requests, engine, job, concurrency)
             append_line(out, {"host_sync": {"concurrency": concurrency, **found}})
+        except TimeIsOver:
+            append_line(out, {"skipped": f"profile at {concurrency}"})
         except Exception as error:
             traceback.print_exc()
             append_line(out, {"host_sync": {"concurrency": concurrency, "error": f"{type(error).__name__}: {error}"[:400]}})
+    if turns:
+        turns.leave()
     append_line(out, {"done": True})
     engine.shutdown()
 

@@ -24,8 +24,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 #: On a CUDA GPU: 58 prefill shapes would be captured otherwise, and 64 is the largest concurrency.
 GPU_ARGS: dict[str, Any] = {"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 64, "dtype": "bfloat16"}
-#: Of engines that run at once: a KV pool each, and no busy waiting between their turns.
-TOGETHER_ARGS: dict[str, Any] = {"max_total_tokens": 131_072, "sleep_on_idle": True}
+#: Of engines that run at once: no busy waiting between their turns, and on a GPU a KV pool that leaves room for the others.
+TOGETHER_ARGS: dict[str, Any] = {"sleep_on_idle": True}
+TOGETHER_GPU_ARGS: dict[str, Any] = {"max_total_tokens": 131_072}
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True,
     "max_total_tokens": 8192,

@@ -99,6 +99,7 @@ class EngineProcess:
 
     def __init__(self, job: Path, log: Path, env: dict[str, str], run: Optional[Callable[[Path], None]]) -> None:
         self._popen: Optional[subprocess.Popen[bytes]] = None
+        self._status: Optional[int] = None
         if run is None:
             worker = [sys.executable, str(Path(__file__).with_name("sweep_engine.py")), str(job)]
             with log.open("wb") as file:
@@ -138,8 +139,10 @@ class EngineProcess:
         """Exit status, or None while it runs."""
         if self._popen is not None:
             return self._popen.poll()
-        done, status = os.waitpid(self.pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if done else None
+        if self._status is None:  # a process is reaped once
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if done else None
+        return self._status
 
     def end(self, patience: float = 15) -> None:
         """Kill what is left of the group, and wait until it is gone (its GPU memory with it)."""
@@ -149,10 +152,7 @@ class EngineProcess:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 return
-            try:
-                self.poll()
-            except ChildProcessError:
-                pass
+            self.poll()
             time.sleep(0.1)
 
 

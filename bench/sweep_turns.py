@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import time
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator, Optional
 
 from sweep_process import append_line
+
+
+class TimeIsOver(Exception):
+    """The sweep's time ended while an engine waited for its turn."""
 
 
 class Turns:
@@ -23,10 +28,16 @@ class Turns:
         folder: Shared; created by the first.
         place: Whose turns these are, 0 ... count - 1.
         count: Engines that take turns.
+        deadline: Unix time at which no turn begins any more.
+        changed: Told when a turn begins (True) and ends (False).
     """
 
-    def __init__(self, folder: Path, place: int, count: int) -> None:
-        self.folder, self.place, self.count = folder, place, count
+    def __init__(
+        self, folder: Path, place: int, count: int, deadline: Optional[float] = None,
+        changed: Callable[[bool], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.folder, self.place, self.count, self.deadline, self.changed = folder, place, count, deadline, changed
+        self._all_ready, self._parent = False, os.getppid()
         folder.mkdir(parents=True, exist_ok=True)
 
     def _is(self, state: str, place: int) -> bool:
@@ -62,16 +73,35 @@ class Turns:
             (self.folder / f"left-{self.place}").touch()
             self._pass_on()
 
+    def _wait(self) -> None:
+        while not self._all_ready:
+            self._all_ready = all(self._is("ready", place) or self._is("left", place) for place in range(self.count))
+            self._pause()
+        while self._now() != self.place:
+            self._pause()
+
+    def _pause(self) -> None:
+        if os.getppid() != self._parent:
+            raise RuntimeError("the sweep has ended")
+        if self.deadline is not None and time.time() > self.deadline:
+            raise TimeIsOver
+        time.sleep(0.02)
+
     @contextlib.contextmanager
     def mine(self) -> Iterator[None]:
-        """Wait for this engine's turn, and pass it on at the end."""
-        others = range(self.count)
-        while not all(self._is("ready", place) or self._is("left", place) for place in others) or self._now() != self.place:
-            time.sleep(0.01)
+        """Wait for this engine's turn, and pass it on at the end.
+
+        Raises:
+            TimeIsOver: The deadline passed first.
+            RuntimeError: The sweep is gone.
+        """
+        self._wait()
         begin = time.time()
+        self.changed(True)
         try:
             yield
         finally:
             append_line(self.folder / f"spans-{self.place}", {"place": self.place, "begin": begin, "end": time.time()})
             with self._locked():
                 self._pass_on()
+            self.changed(False)

@@ -4,7 +4,8 @@
 
 Recipes differ in optimiser, learning rate, sampling of rows, layers or method, and share text, target, seed, steps and tokens per
 step. One process and one thread per recipe. The walk is the acceptance length that an engine would reach along held-out
-text (bonus included). A width of 128 says little about the best learning rate of a wide head, except that Muon's does not
+text (bonus included). ``--sampled T`` takes the target's own samples in place of the text it was trained on, and ``--recipes`` some
+of the recipes (the default are all of :data:`RECIPES`). A width of 128 says little about the best learning rate of a wide head, except that Muon's does not
 depend on the width. Finished recipes are kept in --out; the same command goes on.
 """
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -379,7 +381,7 @@ def test_engines_take_turns(tmp_path: Path) -> None:
     assert code == 0, text
     assert sorted((c["method"], c["concurrency"]) for c in data["cells"]) == [("none", 1), ("none", 2), ("peagle", 1), ("peagle", 2)]
     assert all(len(c["output_tokens_per_s_all"]) == 2 and c["ms_round"] > 0 for c in data["cells"]), data["cells"]
-    assert data["settings"][0]["interleave"] is True
+    assert data["settings"][0]["interleave"] is True and {e["together"] for e in data["engines"]} == {2}
     assert {(e["method"], "first_generation_s" in e) for e in data["engines"]} == {("none", True), ("peagle", True)}
     # A warm-up, two timed batches and the split pass per concurrency.
     spans = [json.loads(line) for file in (tmp_path / "work").glob("turns-*/spans-*") for line in file.read_text().splitlines()]
@@ -387,9 +389,24 @@ def test_engines_take_turns(tmp_path: Path) -> None:
     assert all(a["end"] <= b["begin"] for a, b in zip(spans, spans[1:])), "two engines worked at once"
     assert [s["place"] for s in spans] == [0, 1] * 8
 
+    # An engine that dies while it starts: the other one goes on alone, and is not measured again.
+    broken = tmp_path / "broken"
+    shutil.copytree(pair.HEAD, broken)
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:1000])
+    real[real.index(str(pair.HEAD))] = str(broken)
+    begun = ("--continue", "--methods", "none", "peagle", "--k", "1", "--concurrency", "1", "4", "--repeats", "2")
+    code, data, text = _sweep(out, *real, *begun)
+    assert code == 3, text
+    assert [(c["method"], c["k"], c["concurrency"]) for c in data["cells"] if "error" in c] == [("peagle", 1, 1), ("peagle", 1, 4)]
+    assert all("PEagleError" in c.get("error", "PEagleError") for c in data["cells"]), text
+    assert sorted((e["method"], "error" in e) for e in data["engines"][2:]) == [("none", False), ("peagle", True)]
+    assert [(c["method"], c["concurrency"]) for c in data["cells"] if "error" not in c and c["concurrency"] == 4] == [("none", 4)]
+
 
 def test_turns_go_on_when_an_engine_leaves(tmp_path: Path) -> None:
-    first, second, third = (sweep_turns.Turns(tmp_path, place, 3) for place in range(3))
+    first, second, third = (sweep_turns.Turns(tmp_path, place, 3, deadline=time.time() + 20) for place in range(3))
+    with pytest.raises(sweep_turns.TimeIsOver), sweep_turns.Turns(tmp_path, 0, 3, deadline=time.time() + 0.1).mine():
+        raise AssertionError("a turn began before all were ready")
     first.ready(), second.ready()
     third.leave()  # died while it started
     for turns in (first, second, first):

@@ -70,6 +70,8 @@ def test_merge(bench: ModuleType) -> None:
     with pytest.raises(SystemExit, match="differ in concurrency"):
         bench.merged([report("eagle3", 7), report("peagle", 7) | {"concurrency": 9}])
     later = bench.merged([report("eagle3", 7), report("peagle", 7, "later"), report("peagle", 3, "later")])
+    with pytest.raises(SystemExit, match="merged already"):
+        bench.merged([later, report("eagle3", 3)])
     assert [e["date"] for e in later["environments"]] == ["d", "later"]
     assert [(c["k"], c["method"], c["environment_index"]) for c in later["cells"]] == [(3, "peagle", 1), (7, "peagle", 1), (7, "eagle3", 0)]
     with pytest.raises(SystemExit, match="same cell"):

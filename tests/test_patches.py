@@ -72,6 +72,9 @@ def test_the_patched_decode_counts_the_new_token(tmp_path: Path) -> None:
         for function, lengths in (("_update_decode_kv_buffers", "seq_lens"), ("init_forward_metadata", "forward_batch.seq_lens"))
     ]
     assert len(after) - len(grown) >= 5
+    # The buffer of a captured decode has room for one slot more per request.
+    sizes = [path.read_text().count("(max_num_tokens * (self.sliding_window_size + 1)),") for path in (source, copy)]
+    assert sizes == [0, 1] and "(max_num_tokens * self.sliding_window_size)" not in copy.read_text()
 
 
 def window_calls(code: str) -> list[tuple[str, str, str]]:
