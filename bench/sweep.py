@@ -282,7 +282,7 @@ class Sweep:
 
     def measure(self, spec: EngineSpec, number: int) -> None:
         """One engine: start it, take in its results, record why it ended if it did."""
-        from sweep_process import FORK_SIGNS, EngineProcess, log_tail, reason
+        from sweep_process import FORK_SIGNS, EngineProcess, explained, log_tail
 
         while True:
             todo = self.missing(spec)
@@ -295,7 +295,7 @@ class Sweep:
             try:
                 job, env = self.job(spec, todo, name)
             except Exception as error:
-                self.fail(spec, todo, f"{type(error).__name__}: {error}"[:400], None)
+                self.fail(spec, todo, f"{type(error).__name__}: {error}"[:400])
                 return
             process = EngineProcess(job, log, env, self.run)
             try:
@@ -308,7 +308,7 @@ class Sweep:
                 self.forked_well |= self.run is not None
                 return
             forked = self.run is not None and self.options.start == "auto" and not self.forked_well and not ready
-            why = failure if failure.startswith("no result") else f"{failure}: {reason(log)}"
+            why = explained(failure, log)
             if forked and (self.cuda or any(sign in log_tail(log, 100_000) for sign in FORK_SIGNS)):
                 self.note(f"{spec.name}: a forked engine did not start ({why}); engines are spawned from here on")
                 self.run = None
@@ -316,10 +316,10 @@ class Sweep:
                 continue
             self.forked_well |= ready and self.run is not None
             print(log_tail(log, 3000), flush=True)
-            self.fail(spec, self.missing(spec), why, log)
+            self.fail(spec, self.missing(spec), why)
             return
 
-    def fail(self, spec: EngineSpec, concurrencies: list[int], why: str, log: Optional[Path]) -> None:
+    def fail(self, spec: EngineSpec, concurrencies: list[int], why: str) -> None:
         """Record cells that could not be measured."""
         self.note(f"{spec.name}: FAILED: {why}")
         for concurrency in concurrencies:
@@ -361,7 +361,7 @@ class Sweep:
 
     def follow(self, spec: EngineSpec, turns: Any, process: Any, job: Path, todo: list[int], together: int) -> None:
         """Take in the lines of one of several engines, and take it out of the round when it ends."""
-        from sweep_process import reason
+        from sweep_process import explained
 
         try:
             _ready, failure = self.collect(spec, process, job, todo, together)
@@ -370,8 +370,7 @@ class Sweep:
         process.end()
         turns.leave()
         if failure is not None:
-            log = job.with_suffix(".log")
-            self.fail(spec, self.missing(spec), failure if failure.startswith("no result") else f"{failure}: {reason(log)}", log)
+            self.fail(spec, self.missing(spec), explained(failure, job.with_suffix(".log")))
 
     def collect(
         self, spec: EngineSpec, process: Any, job: Path, todo: list[int], together: int = 1

@@ -174,6 +174,11 @@ def reason(log: Path) -> str:
     return (causes or errors or lines or ["no output"])[-1][:400]
 
 
+def explained(failure: str, log: Path) -> str:
+    """What went wrong with an engine, and the reason by its log unless it just said nothing."""
+    return failure if failure.startswith("no result") else f"{failure}: {reason(log)}"
+
+
 #: A traceback's last line.
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Timeout|Interrupt)\b.*")
 

@@ -62,17 +62,6 @@ def make_target(family: str, folder: Path) -> Path:
     return folder
 
 
-def greedy(target: Path, prompt: tuple[int, ...], new: int) -> list[int]:
-    """The target's greedy continuation, from transformers in float32 over the whole context at every token."""
-    from transformers import AutoModelForCausalLM
-
-    model, ids = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), list(prompt)
-    with torch.inference_mode():
-        for _ in range(new):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 def make_head(folder: Path) -> Path:
     """A random 4-layer head for any of the targets."""
     return random_head(

@@ -152,11 +152,11 @@ def check_family(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, env
         return generate(engine, parts, new)
 
     if family == "gpt_oss" and common.get("device") == "cuda":
-        plain = [families.greedy(target, prompt, new) for prompt in chosen]
+        plain = [list(pair.greedy(prompt, new, target)) for prompt in chosen]
     else:
         plain = [ids for _, ids in with_engine(use, env=env, timeout=300, **common)]
         if family == "gpt_oss":
-            assert plain == [families.greedy(target, prompt, new) for prompt in chosen]
+            assert plain == [list(pair.greedy(prompt, new, target)) for prompt in chosen]
     record = folder / "record"
     fast = with_engine(
         use, env=env | {"SGL_PEAGLE_RECORD": str(record)}, timeout=300,

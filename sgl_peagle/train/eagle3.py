@@ -95,22 +95,22 @@ def loss_and_backward(
 
     outputs = unroll(head, batch, states, planner, steps, text)
     scale = sum(DECAY**k for k in range(steps))
-    final, teachers, weights, depths, known = [], [], [], [], []
+    final, teachers, weights, depths, rows_of = [], [], [], [], []
     for step, output in enumerate(outputs):
         judged = np.flatnonzero(trained_at(batch, step))
         if len(judged) == 0:
             break  # nor has any later step one
-        final.append(head.final(output.index_select(0, to_device(judged, device))))
+        rows_of.append(to_device(judged, device))
+        final.append(head.final(output.index_select(0, rows_of[-1])))
         teachers.append(batch.state[judged] + 1 + step)
         weights.append(np.full(len(judged), DECAY**step / scale / len(judged), dtype=np.float32))
         depths.append(np.full(len(judged), step, dtype=np.int64))
-        known.append((to_device(judged, device), to_device(text_tokens(batch, step + 1)[judged], device)))
 
     def reweigh(guesses: Tensor) -> Tensor:
         reached, factors = torch.ones(len(batch.rows), dtype=torch.bool, device=device), []
-        for (rows, labels), guess in zip(known, guesses.split([len(rows) for rows, _ in known])):
+        for step, (rows, guess) in enumerate(zip(rows_of, guesses.split([len(rows) for rows in rows_of]))):
             factors.append(torch.where(reached[rows], 1.0, loss.refused))
-            reached[rows] &= guess == labels
+            reached[rows] &= guess == text(step + 1, None)[rows]
         return torch.cat(factors)
 
     value, stats = target_loss(
