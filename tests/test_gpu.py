@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from conftest import TALLY
 from harness import flush, with_engine
 from test_engine import generate, peagle
+from test_patches import PATCHES, patched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -168,6 +171,21 @@ def check_family(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, env
     result = pair.compare(pair.read_rounds(record), texts, k, head=head, target=target, points=families.AUX_POINTS)
     assert not result.differences, "\n".join(result.differences[:5])
     assert result.rounds > 200 and result.ties <= result.rounds // 50
+
+
+def test_patched_sglang_decodes_with_the_whole_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With patches/0005 the plain Triton decode gives transformers' text behind the window, too."""
+    sglang = tmp_path / "python" / "sglang"
+    shutil.copytree(Path(find_spec("sglang").origin).parent, sglang, copy_function=os.symlink)
+    (sglang / "srt/layers/attention/triton_backend.py").unlink()
+    patched(PATCHES[4], tmp_path)
+    monkeypatch.syspath_prepend(str(sglang.parent))  # for the scheduler's process, which is spawned
+    target, prompts, new = families.make_target("gpt_oss", tmp_path / "target"), families.prompts(), 48
+    outputs = with_engine(
+        lambda engine: generate(engine, [[list(p) for p in prompts]], new), env=FLOAT32, timeout=300,
+        **IN_FLOAT32 | {"model_path": str(target), "skip_tokenizer_init": True, "context_length": 512, "moe_runner_backend": "triton"},
+    )  # fmt: skip
+    assert [ids for _, ids in outputs] == [list(pair.greedy(prompt, new, target)) for prompt in prompts]
 
 
 def _soak_plan(count: int) -> list[tuple[list[int], int, bool]]:
