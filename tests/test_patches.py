@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+import triton.language as tl
 
 PATCHES = sorted((Path(__file__).parent.parent / "patches").glob("*.patch"))
 
@@ -29,7 +31,7 @@ def patched(patch: Path, folder: Path) -> Path:
 
 
 def test_there_are_patches() -> None:
-    assert len(PATCHES) == 5
+    assert len(PATCHES) == 6
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name[:4])
@@ -75,6 +77,24 @@ def test_the_patched_decode_counts_the_new_token(tmp_path: Path) -> None:
     # The buffer of a captured decode has room for one slot more per request.
     sizes = [path.read_text().count("(max_num_tokens * (self.sliding_window_size + 1)),") for path in (source, copy)]
     assert sizes == [0, 1] and "(max_num_tokens * self.sliding_window_size)" not in copy.read_text()
+
+
+def test_the_patched_experts_keep_float32(tmp_path: Path) -> None:
+    """The patched choice gives every dtype of the hidden states its own type; SGLang's gives float32 float16."""
+    copy = patched(PATCHES[5], tmp_path)
+    source = Path(find_spec("sglang").origin).parent / copy.relative_to(tmp_path / "python/sglang")
+    chosen = []
+    for path in (source, copy):
+        (choice,) = (
+            node.value for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "compute_type"
+        )  # fmt: skip
+        code = compile(ast.Expression(choice), str(path), "eval")
+        chosen.append([
+            str(eval(code, {"tl": tl, "torch": torch, "hidden_states": torch.empty(0, dtype=dtype)}))
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        ])  # fmt: skip
+    assert chosen == [["bf16", "fp16", "fp16"], ["bf16", "fp16", "fp32"]]
 
 
 def window_calls(code: str) -> list[tuple[str, str, str]]:
