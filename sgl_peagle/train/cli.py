@@ -57,7 +57,7 @@ def train() -> None:
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the run; must not exist.")
 @click.option("--resume", is_flag=True, help="Go on with the interrupted run in --out.")
 @click.option("--method", type=click.Choice(["peagle", "eagle3"]), default="peagle", show_default=True)
-@click.option("--layers", type=int, help="Decoder layers of the head.  [default: 2; eagle3: 1]")
+@click.option("--layers", type=int, help="Decoder layers of the head.  [default: 4; eagle3: 1]")
 @click.option("--intermediate-size", type=int, help="Width of the layers' MLPs.  [default: the target's]")
 @click.option("--depths", type=int, help="K, drafts learned per round; eagle3: unrolled steps.  [default: 8; eagle3: 7]")
 @click.option("--cod-rate", type=float, default=0.7, show_default=True, help="Depth d keeps this to the power d of its rows ...")
@@ -124,7 +124,7 @@ def run(
     ar = method == "eagle3"
     try:
         settings = Settings(
-            target=target, corpus=str(corpus), method=method, layers=(1 if ar else 2) if layers is None else layers,
+            target=target, corpus=str(corpus), method=method, layers=(1 if ar else 4) if layers is None else layers,
             intermediate_size=intermediate_size,
             depths=(7 if ar else 8) if depths is None else depths, cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
             embedding="frozen" if ar else embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
