@@ -47,7 +47,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "muon 0.03 3 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 3, "intermediate_size": 128, "refused_weight": 0.1},
     "muon 0.03 4 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 4, "intermediate_size": 64, "refused_weight": 0.1},
     "muon 0.03 5 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 5, "intermediate_size": 32, "refused_weight": 0.1},
-    "muon 0.03 8 layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 8, "intermediate_size": 64, "refused_weight": 0.1},
+    # As many parameters as four layers of the target's intermediate size have.
+    "muon 0.03 8 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 8, "intermediate_size": 64, "refused_weight": 0.1},
     "muon 0.03 1 layer": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 1},
     "muon 0.03 4 layers": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 4},
     "muon 0.03 whole embedding": {"optimizer": "muon", "matrix_lr": 0.03, "embedding": "full"},
