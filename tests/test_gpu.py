@@ -175,6 +175,7 @@ def check_family(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, env
 
 def test_patched_sglang_decodes_with_the_whole_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With patches/0005 the plain Triton decode gives transformers' text behind the window, too."""
+    harness.import_sglang()  # this process keeps the unpatched one
     sglang = tmp_path / "python" / "sglang"
     shutil.copytree(Path(find_spec("sglang").origin).parent, sglang, copy_function=os.symlink)
     (sglang / "srt/layers/attention/triton_backend.py").unlink()

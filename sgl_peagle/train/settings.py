@@ -30,7 +30,7 @@ class Settings:
     Attributes:
         target, corpus: Folder or hub id; folder.
         method: ``peagle``, or ``eagle3`` (autoregressive, training-time test).
-        layers: Decoder layers of the head.
+        layers: Decoder layers of the head (the command's default is 4).
         intermediate_size: Width of their MLPs; None: the target's.
         depths: K, drafts learned per round; for eagle3 T, the unrolled steps.
         cod_ratio, cod_floor, strict: See :mod:`sgl_peagle.train.rows`.
@@ -38,7 +38,7 @@ class Settings:
         mask_token_id: Id of the MASK token; None for eagle3.
         aux_layer_ids: Capture points, None for the default.
         loss: ``kl`` or ``ce``.
-        refused_weight: Factor of a row behind a wrong draft; 1: all rows alike. See
+        refused_weight: Factor of a row behind a wrong draft; 1: all rows alike (the command's default is 0.1 for peagle). See
             :class:`~sgl_peagle.train.partition.LossSettings`.
         optimizer: One of :data:`OPTIMIZERS`; see :func:`~sgl_peagle.train.weights.make_optimizer`.
         matrix_lr: Muon's peak learning rate, for the matrices.
