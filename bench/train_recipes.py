@@ -46,6 +46,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     # As many parameters as two layers of the target's intermediate size have (five layers: 3 % more).
     "muon 0.03 3 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 3, "intermediate_size": 128, "refused_weight": 0.1},
     "muon 0.03 4 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 4, "intermediate_size": 64, "refused_weight": 0.1},
+    "muon 0.03 4 narrow layers r 0.8 refused 0.1": {
+        "optimizer": "muon", "matrix_lr": 0.03, "layers": 4, "intermediate_size": 64, "cod_ratio": 0.8, "cod_floor": 0.2, "refused_weight": 0.1,
+    },
     "muon 0.03 5 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 5, "intermediate_size": 32, "refused_weight": 0.1},
     # As many parameters as four layers of the target's intermediate size have.
     "muon 0.03 8 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 8, "intermediate_size": 64, "refused_weight": 0.1},
