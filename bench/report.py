@@ -92,8 +92,8 @@ def cell_table(cells: list[Cell]) -> list[str]:
 
 
 def ratio_table(cells: list[Cell]) -> list[str]:
-    """Output tokens per second of P-EAGLE over EAGLE-3, each at its best K, by concurrency."""
-    header = ("c", "P-EAGLE tokens/s", "best K", "EAGLE-3 tokens/s", "best K", "P/E", "no speculation", "acceptance")
+    """Output tokens per second of P-EAGLE over EAGLE-3, each at its best K, by concurrency, and that of each timing."""
+    header = ("c", "P-EAGLE tokens/s", "best K", "EAGLE-3 tokens/s", "best K", "P/E", "each timing's", "no speculation", "acceptance")
     rows = []
     for c in sorted({cell["concurrency"] for cell in cells}):
         p, e, none = (find(cells, method, c) for method in ("peagle", "eagle3", "none"))
@@ -101,9 +101,13 @@ def ratio_table(cells: list[Cell]) -> list[str]:
             continue
         ratio = p["output_tokens_per_s"] / e["output_tokens_per_s"]
         plain = none and none["output_tokens_per_s"]
+        timings = [cell.get("output_tokens_per_s_all", ()) for cell in (p, e)]
+        together = p.get("environment_index") == e.get("environment_index")  # of one session
+        several = together and len(timings[0]) == len(timings[1]) > 1
+        each = ", ".join(f"{a / b:.2f}" for a, b in zip(*timings)) if several else "–"
         rows.append(
             (str(c), _value(p["output_tokens_per_s"], 1), str(p["k"]), _value(e["output_tokens_per_s"], 1), str(e["k"]),
-             f"**{ratio:.2f}**", _value(plain, 1), acceptance_label(p, e))
+             f"**{ratio:.2f}**", each, _value(plain, 1), acceptance_label(p, e))
         )  # fmt: skip
     return _table(header, rows) if rows else ["No concurrency has both methods."]
 

@@ -267,6 +267,14 @@ def test_report_labels_simulated_rows_and_draws(tmp_path: Path) -> None:
     assert len(plots) == 6 and all(p in text for p in plots) and all((tmp_path / "out" / p).stat().st_size > 5000 for p in plots)
 
 
+def test_ratios_of_single_timings_need_one_session() -> None:
+    p = _cell("peagle", 7, 1, 5.0, 600.0, output_tokens_per_s_all=[600.0, 660.0, 500.0], environment_index=0)
+    e = _cell("eagle3", 7, 1, 6.0, 500.0, output_tokens_per_s_all=[500.0, 600.0, 400.0], environment_index=0)
+    assert "| **1.20** | 1.20, 1.10, 1.25 |" in report.ratio_table([p, e])[-1]
+    for other in (e | {"environment_index": 1}, e | {"output_tokens_per_s_all": [500.0]}):
+        assert "| **1.20** | – |" in report.ratio_table([p, other])[-1]
+
+
 def test_merge_keeps_good_cells(tmp_path: Path) -> None:
     first, second = _report(), _report()
     second["cells"] = [_cell("peagle", 5, 1, 5.5, 700.0), _cell("peagle", 7, 1, 0, 0) | {"error": "x"}]
