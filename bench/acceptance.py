@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
 from environment import environment, head_hashes, refuse_other_settings, write_report  # noqa: E402
-from readme_table import FEW  # noqa: E402
+from readme_table import quotable  # noqa: E402
 
 from sgl_peagle.errors import PEagleError  # noqa: E402
 from sgl_peagle.train.data_cli import key_values  # noqa: E402
@@ -231,8 +231,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
             for loops, style in (("included", "-"), ("excluded", "--")):
                 points = sorted(
                     (c["k"], c["acceptance_length"]) for c in found
-                    if (c["prompts"], c["method"], c["loops"]) == (name, method, loops)
-                    and (loops == "included" or c["requests"] >= FEW)
+                    if (c["prompts"], c["method"], c["loops"]) == (name, method, loops) and quotable(c)
                 )  # fmt: skip
                 label = f"{'EAGLE-3' if method == 'eagle3' else 'P-EAGLE'}{', without loops' if loops == 'excluded' else ''}"
                 axes.plot(*zip(*points) if points else ((), ()), style, color=color, marker="o", ms=3, label=label)

@@ -37,12 +37,16 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def quotable(cell: dict[str, Any]) -> bool:
+    """Whether an acceptance length is of all answers, or of enough without loops."""
+    return cell["loops"] == "included" or cell["requests"] >= FEW
+
+
 def acceptance_table(report: dict[str, Any]) -> str:
     """One row per prompt set and temperature, one column per method and K: acceptance length, in brackets without loops."""
     found: dict[tuple[str, float], dict[tuple[str, int], dict[str, float]]] = {}
     for cell in report["cells"]:
-        few = cell["loops"] == "excluded" and cell["requests"] < FEW
-        if cell["context"] == cell["kind"] == "all" and not few:
+        if cell["context"] == cell["kind"] == "all" and quotable(cell):
             row = found.setdefault((cell["prompts"], cell["temperature"]), {})
             row.setdefault((cell["method"], cell["k"]), {})[cell["loops"]] = cell["acceptance_length"]
     columns = sorted({key for row in found.values() for key in row}, key=lambda key: (key[0] != "peagle", key[1]))

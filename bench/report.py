@@ -102,8 +102,8 @@ def ratio_table(cells: list[Cell]) -> list[str]:
         ratio = p["output_tokens_per_s"] / e["output_tokens_per_s"]
         plain = none and none["output_tokens_per_s"]
         timings = [cell.get("output_tokens_per_s_all", ()) for cell in (p, e)]
-        together = p.get("environment_index") == e.get("environment_index")  # of one session
-        several = together and len(timings[0]) == len(timings[1]) > 1
+        one_session = p.get("environment_index") == e.get("environment_index")
+        several = one_session and len(timings[0]) == len(timings[1]) > 1
         each = ", ".join(f"{a / b:.2f}" for a, b in zip(*timings)) if several else "–"
         rows.append(
             (str(c), _value(p["output_tokens_per_s"], 1), str(p["k"]), _value(e["output_tokens_per_s"], 1), str(e["k"]),

@@ -27,34 +27,35 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "examples" / "tiny_pa
 TARGET = ROOT / "examples" / "tiny_pair" / "target"
 LENGTH = 192
 
+_MUON: dict[str, Any] = {"optimizer": "muon", "matrix_lr": 0.03}
+_REFUSED = _MUON | {"refused_weight": 0.1}
+
 RECIPES: dict[str, dict[str, Any]] = {
-    "muon 0.03": {"optimizer": "muon", "matrix_lr": 0.03},
+    "muon 0.03": _MUON,
     "muon 0.015": {"optimizer": "muon", "matrix_lr": 0.015},
     "muon 0.06": {"optimizer": "muon", "matrix_lr": 0.06},
     "adamw 0.001": {"optimizer": "adamw", "lr": 1e-3},
     "adamw 0.003": {"optimizer": "adamw", "lr": 3e-3},
     "adamw 0.01": {"optimizer": "adamw", "lr": 1e-2},
-    "eagle3 muon 0.03": {"optimizer": "muon", "matrix_lr": 0.03, "method": "eagle3"},
-    "eagle3 muon 0.03 refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "method": "eagle3", "refused_weight": 0.1},
-    "muon 0.03 r 0.9": {"optimizer": "muon", "matrix_lr": 0.03, "cod_ratio": 0.9, "cod_floor": 0.3},
-    "muon 0.03 refused 0.3": {"optimizer": "muon", "matrix_lr": 0.03, "refused_weight": 0.3},
-    "muon 0.03 refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "refused_weight": 0.1},
-    "muon 0.03 refused 0": {"optimizer": "muon", "matrix_lr": 0.03, "refused_weight": 0.0},
-    "muon 0.03 4 layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 4, "refused_weight": 0.1},
-    "muon 0.03 r 0.9 refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "cod_ratio": 0.9, "cod_floor": 0.3, "refused_weight": 0.1},
-    "muon 0.03 r 0.8 refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "cod_ratio": 0.8, "cod_floor": 0.2, "refused_weight": 0.1},
+    "eagle3 muon 0.03": _MUON | {"method": "eagle3"},
+    "eagle3 muon 0.03 refused 0.1": _REFUSED | {"method": "eagle3"},
+    "muon 0.03 r 0.9": _MUON | {"cod_ratio": 0.9, "cod_floor": 0.3},
+    "muon 0.03 refused 0.3": _MUON | {"refused_weight": 0.3},
+    "muon 0.03 refused 0.1": _REFUSED,
+    "muon 0.03 refused 0": _MUON | {"refused_weight": 0.0},
+    "muon 0.03 4 layers refused 0.1": _REFUSED | {"layers": 4},
+    "muon 0.03 r 0.9 refused 0.1": _REFUSED | {"cod_ratio": 0.9, "cod_floor": 0.3},
+    "muon 0.03 r 0.8 refused 0.1": _REFUSED | {"cod_ratio": 0.8, "cod_floor": 0.2},
     # As many parameters as two layers of the target's intermediate size have (five layers: 3 % more).
-    "muon 0.03 3 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 3, "intermediate_size": 128, "refused_weight": 0.1},
-    "muon 0.03 4 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 4, "intermediate_size": 64, "refused_weight": 0.1},
-    "muon 0.03 4 narrow layers r 0.8 refused 0.1": {
-        "optimizer": "muon", "matrix_lr": 0.03, "layers": 4, "intermediate_size": 64, "cod_ratio": 0.8, "cod_floor": 0.2, "refused_weight": 0.1,
-    },
-    "muon 0.03 5 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 5, "intermediate_size": 32, "refused_weight": 0.1},
+    "muon 0.03 3 narrow layers refused 0.1": _REFUSED | {"layers": 3, "intermediate_size": 128},
+    "muon 0.03 4 narrow layers refused 0.1": _REFUSED | {"layers": 4, "intermediate_size": 64},
+    "muon 0.03 4 narrow layers r 0.8 refused 0.1": _REFUSED | {"layers": 4, "intermediate_size": 64, "cod_ratio": 0.8, "cod_floor": 0.2},
+    "muon 0.03 5 narrow layers refused 0.1": _REFUSED | {"layers": 5, "intermediate_size": 32},
     # As many parameters as four layers of the target's intermediate size have.
-    "muon 0.03 8 narrow layers refused 0.1": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 8, "intermediate_size": 64, "refused_weight": 0.1},
-    "muon 0.03 1 layer": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 1},
-    "muon 0.03 4 layers": {"optimizer": "muon", "matrix_lr": 0.03, "layers": 4},
-    "muon 0.03 whole embedding": {"optimizer": "muon", "matrix_lr": 0.03, "embedding": "full"},
+    "muon 0.03 8 narrow layers refused 0.1": _REFUSED | {"layers": 8, "intermediate_size": 64},
+    "muon 0.03 1 layer": _MUON | {"layers": 1},
+    "muon 0.03 4 layers": _MUON | {"layers": 4},
+    "muon 0.03 whole embedding": _MUON | {"embedding": "full"},
 }
 
 

@@ -54,8 +54,8 @@ def make_target(family: str, folder: Path) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # SGLang keeps sinks in bfloat16.
             value = 1 + 0.1 * noise if name.endswith("norm.weight") else 0.1 * noise
+            # SGLang keeps sinks in bfloat16.
             parameter.copy_(value.bfloat16() if name.endswith("sinks") else value)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())

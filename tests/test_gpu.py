@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from conftest import TALLY
 from harness import flush, with_engine
 from test_engine import generate, peagle
-from test_patches import PATCHES, patched
+from test_patches import PATCHES, installed, patched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +38,9 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 IN_FLOAT32 = COMMON | {"dtype": "float32", "attention_backend": "triton"}
 IN_BFLOAT16 = COMMON | {"dtype": "bfloat16"}
+
+#: gpt-oss in float32: SGLang's own choice, triton_kernels, needs its TopK kernel, which float32 replaces by torch's.
+GPT_OSS_EXPERTS = {"moe_runner_backend": "triton"}
 
 #: float32 on another processor: sums in another order. The oracle's logits are of the order of 10.
 TIE_ON_GPU = 1e-3
@@ -128,14 +130,22 @@ def cpu_acceptance(k: int, new: int, prompts: list[tuple[int, ...]]) -> float:
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_target_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # SGLang's own choice for gpt-oss, triton_kernels, needs its TopK kernel, which float32 replaces by torch's.
-    experts = {"moe_runner_backend": "triton"} if family == "gpt_oss" else {}
-    check_family(family, tmp_path, monkeypatch, FLOAT32, IN_FLOAT32 | experts)
+    check_family(family, tmp_path, monkeypatch, FLOAT32, IN_FLOAT32 | (GPT_OSS_EXPERTS if family == "gpt_oss" else {}))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/nvidia1"), reason="needs two CUDA GPUs; this machine has fewer")
 def test_two_tensor_parallel_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_family("llama", tmp_path, monkeypatch, FLOAT32, IN_FLOAT32 | {"tp_size": 2})
+
+
+def engine_args(target: Path) -> dict[str, Any]:
+    """Engine arguments for a target of :mod:`families`."""
+    return {"model_path": str(target), "skip_tokenizer_init": True, "context_length": 512}
+
+
+def transformers_texts(target: Path, new: int) -> list[list[int]]:
+    """transformers' greedy continuations of the families' prompts."""
+    return [list(pair.greedy(prompt, new, target)) for prompt in families.prompts()]
 
 
 def check_family(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], common: dict[str, Any]) -> None:
@@ -149,17 +159,17 @@ def check_family(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, env
     target, head = families.make_target(family, folder / "target"), families.make_head(folder / "head")
     chosen = families.prompts()
     parts = [[list(p)] for p in chosen[:2]] + [[list(p) for p in chosen[2:]]]
-    common = common | {"model_path": str(target), "skip_tokenizer_init": True, "context_length": 512}
+    common = common | engine_args(target)
 
     def use(engine: Any) -> list[tuple[str, list[int]]]:
         return generate(engine, parts, new)
 
     if family == "gpt_oss" and common.get("device") == "cuda":
-        plain = [list(pair.greedy(prompt, new, target)) for prompt in chosen]
+        plain = transformers_texts(target, new)
     else:
         plain = [ids for _, ids in with_engine(use, env=env, timeout=300, **common)]
         if family == "gpt_oss":
-            assert plain == [list(pair.greedy(prompt, new, target)) for prompt in chosen]
+            assert plain == transformers_texts(target, new)
     record = folder / "record"
     fast = with_engine(
         use, env=env | {"SGL_PEAGLE_RECORD": str(record)}, timeout=300,
@@ -177,16 +187,16 @@ def test_patched_sglang_decodes_with_the_whole_window(tmp_path: Path, monkeypatc
     """With patches/0005 the plain Triton decode gives transformers' text behind the window, too."""
     harness.import_sglang()  # this process keeps the unpatched one
     sglang = tmp_path / "python" / "sglang"
-    shutil.copytree(Path(find_spec("sglang").origin).parent, sglang, copy_function=os.symlink)
+    shutil.copytree(installed("python/sglang"), sglang, copy_function=os.symlink)
     (sglang / "srt/layers/attention/triton_backend.py").unlink()
     patched(PATCHES[4], tmp_path)
     monkeypatch.syspath_prepend(str(sglang.parent))  # for the scheduler's process, which is spawned
-    target, prompts, new = families.make_target("gpt_oss", tmp_path / "target"), families.prompts(), 48
+    target, new = families.make_target("gpt_oss", tmp_path / "target"), 48
     outputs = with_engine(
-        lambda engine: generate(engine, [[list(p) for p in prompts]], new), env=FLOAT32, timeout=300,
-        **IN_FLOAT32 | {"model_path": str(target), "skip_tokenizer_init": True, "context_length": 512, "moe_runner_backend": "triton"},
+        lambda engine: generate(engine, [[list(p) for p in families.prompts()]], new), env=FLOAT32, timeout=300,
+        **IN_FLOAT32 | GPT_OSS_EXPERTS | engine_args(target),
     )  # fmt: skip
-    assert [ids for _, ids in outputs] == [list(pair.greedy(prompt, new, target)) for prompt in prompts]
+    assert [ids for _, ids in outputs] == transformers_texts(target, new)
 
 
 def _soak_plan(count: int) -> list[tuple[list[int], int, bool]]:

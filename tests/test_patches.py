@@ -16,11 +16,15 @@ import triton.language as tl
 PATCHES = sorted((Path(__file__).parent.parent / "patches").glob("*.patch"))
 
 
+def installed(name: str | Path) -> Path:
+    """A file or folder of the installed SGLang, by its path in SGLang's repository."""
+    return Path(find_spec("sglang").origin).parent / Path(name).relative_to("python/sglang")
+
+
 def patched(patch: Path, folder: Path) -> Path:
     """Copy the file that a patch changes into a tree like SGLang's repository, unless it is there, and apply it."""
     (name,) = re.findall(r"^\+\+\+ b/(\S+)$", patch.read_text(), re.MULTILINE)
-    source = Path(find_spec("sglang").origin).parent / Path(name).relative_to("python/sglang")
-    copy = folder / name
+    source, copy = installed(name), folder / name
     if not copy.exists():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, copy)
@@ -66,7 +70,7 @@ def test_the_patched_row_is_wide_enough(tmp_path: Path) -> None:
 def test_the_patched_decode_counts_the_new_token(tmp_path: Path) -> None:
     """Windows cut from lengths that count the new token, decode's, grow by one; those of prefixes stay."""
     copy = patched(PATCHES[4], tmp_path)
-    source = Path(find_spec("sglang").origin).parent / copy.relative_to(tmp_path / "python/sglang")
+    source = installed(copy.relative_to(tmp_path))
     before, after = (window_calls(path.read_text()) for path in (source, copy))
     grown = [(*a[:2], b[2], a[2]) for b, a in zip(before, after, strict=True) if a != b]
     assert grown == [
@@ -82,7 +86,7 @@ def test_the_patched_decode_counts_the_new_token(tmp_path: Path) -> None:
 def test_the_patched_experts_keep_float32(tmp_path: Path) -> None:
     """The patched choice gives every dtype of the hidden states its own type; SGLang's gives float32 float16."""
     copy = patched(PATCHES[5], tmp_path)
-    source = Path(find_spec("sglang").origin).parent / copy.relative_to(tmp_path / "python/sglang")
+    source = installed(copy.relative_to(tmp_path))
     chosen = []
     for path in (source, copy):
         (choice,) = (
