@@ -32,8 +32,9 @@ from sgl_peagle.train.regenerate import file_hash  # noqa: E402
 
 #: Classes of context length: the prompt and half of the answer, in tokens.
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
-#: What a report's environment says about this project rather than the machine; may differ between merged files.
-OWN_VERSION = ("sgl_peagle_commit", "sgl_peagle", "date")
+#: What may differ between merged files' environments: this project's state, the date, and the number of cores, which is of no account
+#: where nothing is timed.
+MAY_DIFFER = ("sgl_peagle_commit", "sgl_peagle", "date", "cpu_count")
 #: Spec-Bench lists its multi-turn conversations by MT-Bench's categories: of its six kinds, they are one.
 MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 ON_CPU = (
@@ -274,7 +275,7 @@ def table(report: dict[str, Any]) -> str:
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Reports of one setting, on one machine and one set of versions, as one, their cells in order of K.
 
-    Where commit or date differ, ``environments`` lists all and each cell has the index of its own.
+    Where commit, date or number of cores differ, ``environments`` lists all and each cell has the index of its own.
 
     Raises:
         SystemExit: They were measured differently, or hold the same cell twice.
@@ -283,7 +284,7 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         sys.exit("one of the files is merged already: give the files it was merged from")
     first, environments = reports[0], [report["environment"] for report in reports]
     distinct = [e for i, e in enumerate(environments) if e not in environments[:i]]
-    if len({json.dumps({k: v for k, v in e.items() if k not in OWN_VERSION}, sort_keys=True) for e in distinct}) > 1:
+    if len({json.dumps({k: v for k, v in e.items() if k not in MAY_DIFFER}, sort_keys=True) for e in distinct}) > 1:
         sys.exit("the files differ in environment: results of different machines or versions stay apart")
     if len(distinct) > 1:
         reports = [r | {"cells": [c | {"environment_index": distinct.index(r["environment"])} for c in r["cells"]]} for r in reports]

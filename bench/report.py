@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -91,6 +92,26 @@ def cell_table(cells: list[Cell]) -> list[str]:
     return _table(header, rows)
 
 
+def timing_ratios(p: Cell, e: Cell) -> list[float]:
+    """Output tokens per second of one cell over another's, timing by timing; none unless one session timed both several times."""
+    first, second = (cell.get("output_tokens_per_s_all", ()) for cell in (p, e))
+    one_session = p.get("environment_index") == e.get("environment_index")
+    return [a / b for a, b in zip(first, second)] if one_session and len(first) == len(second) > 1 else []
+
+
+def pooled_table(cells: list[Cell]) -> list[str]:
+    """The ratios of all timings at all concurrencies: at equal K, and with each method at its best K."""
+    ks, concurrencies = (sorted({cell[name] for cell in cells if cell["k"]}) for name in ("k", "concurrency"))
+    rows = []
+    for k in [*ks, None]:
+        pairs = [(find(cells, "peagle", c, k), find(cells, "eagle3", c, k)) for c in concurrencies]
+        ratios = [r for p, e in pairs if p and e for r in timing_ratios(p, e)]
+        if ratios:
+            rows.append((f"{k or 'each at its best'}", f"**{statistics.geometric_mean(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}",
+                         f"{sum(r > 1 for r in ratios)} of {len(ratios)}"))  # fmt: skip
+    return _table(("K", "P/E, geometric mean of all timings", "range", "above 1"), rows) if rows else []
+
+
 def ratio_table(cells: list[Cell]) -> list[str]:
     """Output tokens per second of P-EAGLE over EAGLE-3, each at its best K, by concurrency, and that of each timing."""
     header = ("c", "P-EAGLE tokens/s", "best K", "EAGLE-3 tokens/s", "best K", "P/E", "each timing's", "no speculation", "acceptance")
@@ -101,10 +122,7 @@ def ratio_table(cells: list[Cell]) -> list[str]:
             continue
         ratio = p["output_tokens_per_s"] / e["output_tokens_per_s"]
         plain = none and none["output_tokens_per_s"]
-        timings = [cell.get("output_tokens_per_s_all", ()) for cell in (p, e)]
-        one_session = p.get("environment_index") == e.get("environment_index")
-        several = one_session and len(timings[0]) == len(timings[1]) > 1
-        each = ", ".join(f"{a / b:.2f}" for a, b in zip(*timings)) if several else "–"
+        each = ", ".join(f"{r:.2f}" for r in timing_ratios(p, e)) or "–"
         rows.append(
             (str(c), _value(p["output_tokens_per_s"], 1), str(p["k"]), _value(e["output_tokens_per_s"], 1), str(e["k"]),
              f"**{ratio:.2f}**", each, _value(plain, 1), acceptance_label(p, e))
@@ -266,6 +284,8 @@ def document(report: dict[str, Any], plots: Optional[dict[Group, list[str]]] = N
         lines += ["", f"## {model}, preset {preset}, draft vocabulary {vocab}", "", "### Targets", ""]
         lines += target_table(targets(cells, engines, syncs))
         lines += ["", "### P-EAGLE against EAGLE-3, each at its best K", "", *ratio_table(cells)]
+        if pooled := pooled_table(cells):
+            lines += ["", "### The same, all concurrencies together", "", *pooled]
         lines += ["", "### All cells", "", "Parts of a round in ms, from a pass of its own.", "", *cell_table(cells)]
         if engines:
             lines += ["", "### Engines", "", *engine_table(engines)]

@@ -4,7 +4,8 @@
 
 One server per (method, K): no speculation, EAGLE-3, P-EAGLE. Prompts are JSONL rows as ``train data`` reads them (the first turn is
 sent, in the target's chat template), or without ``--prompts`` random ids. The client's result is kept whole in
-every cell; acceptance length is the server's average since its start. The client needs the package ``datasets``.
+every cell; acceptance length is the server's average since the client flushed its cache, up to its last statistics (it makes them
+every 40 rounds; null if the client ends before). The client needs the package ``datasets``.
 Finished cells of --out are kept, so the same command goes on; a server that fails is recorded, and the others go on.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, Iterator, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "bench")]
 
-from environment import environment, write_report  # noqa: E402
+from environment import environment, head_hashes, refuse_other_settings, write_report  # noqa: E402
 from server_process import ServerFailed, free_port, serving  # noqa: E402
 
 from sgl_peagle.errors import PEagleError  # noqa: E402
@@ -87,7 +88,7 @@ def measure(url: str, concurrency: int, options: argparse.Namespace, folder: Pat
     command = [
         sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", url, "--model", str(options.target),
         "--num-prompts", str(count), "--max-concurrency", str(concurrency), "--seed", "1", "--flush-cache", "--disable-tqdm",
-        "--output-file", str(out), "--extra-request-body", json.dumps({"sampling_params": {"temperature": 0}}), *data,
+        "--output-file", str(out), "--temperature", "0", *data,
     ]  # fmt: skip
     env = os.environ | (ON_CPU if options.cpu else {})
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=options.cell_timeout)
@@ -95,7 +96,8 @@ def measure(url: str, concurrency: int, options: argparse.Namespace, folder: Pat
         raise ClientFailed(f"the client ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     result = json.loads(out.read_text().splitlines()[-1])
     lists = [name for name, value in result.items() if isinstance(value, (list, dict))]
-    return {name: value for name, value in result.items() if name not in lists and str(folder) not in str(value)}
+    kept = {name: value for name, value in result.items() if name not in lists and str(folder) not in str(value)}
+    return kept | {name: str(value) for name, value in kept.items() if value == float("inf")}  # a rate without limit is no JSON
 
 
 def main() -> None:
@@ -120,15 +122,18 @@ def main() -> None:
     options.cpu = not Path("/dev/nvidia0").exists()
     try:
         options.texts = [prompt.turns[0] for prompt in read_prompts(options.prompts)] if options.prompts else []
+        heads = [(method, head) for method, head in (("peagle", options.peagle), ("eagle3", options.eagle3)) if head]
+        hashes = {"heads_sha256": head_hashes((method, head) for method, head in heads if head.is_dir())}
+        report: dict[str, Any] = {"environment": environment(), "client": "sglang.benchmark.serving", "failed": {}, "cells": []}
+        if options.out.exists():
+            report = json.loads(options.out.read_text())
+            refuse_other_settings(options.out, report, hashes)
     except PEagleError as error:
         sys.exit(str(error))
+    report |= {"heads_sha256": report.get("heads_sha256", {}) | hashes["heads_sha256"]}
     name = options.target_name or options.target.name
-    heads = [("peagle", options.peagle), ("eagle3", options.eagle3)]
     setups = [] if options.no_baseline else [Setup("none", None, 0)]
-    setups += [Setup(method, head, k) for k in options.k for method, head in heads if head]
-    report: dict[str, Any] = {"environment": environment(), "client": "sglang.benchmark.serving", "failed": {}, "cells": []}
-    if options.out.exists():
-        report = json.loads(options.out.read_text())
+    setups += [Setup(method, head, k) for k in options.k for method, head in heads]
     asked = {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens,
              "prompts": options.prompts.stem if options.prompts else "random ids"}  # fmt: skip
 
@@ -152,13 +157,13 @@ def main() -> None:
                         result = measure(url, stamp["concurrency"], options, folder)
                         cell = stamp | {
                             "output_tokens_per_s": result["output_throughput"], "start_s": start,
-                            "acceptance_length": result.get("accept_length") or 1.0, "client": result,
+                            "acceptance_length": result.get("accept_length") if setup.k else 1.0, "client": result,
                         }  # fmt: skip
                         report["cells"].append(cell)
                         write_report(options.out, report)
                         print(
                             f"{label} c={stamp['concurrency']}: {cell['output_tokens_per_s']:.1f} tokens/s, "
-                            f"TTFT {result['mean_ttft_ms']:.0f} ms, TPOT {result['mean_tpot_ms']:.2f} ms, AL {cell['acceptance_length']:.2f}",
+                            f"TTFT {result['mean_ttft_ms']:.0f} ms, TPOT {result['mean_tpot_ms']:.2f} ms, AL {cell['acceptance_length']}",
                             flush=True,
                         )
                 report["failed"].pop(label, None)

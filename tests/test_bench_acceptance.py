@@ -59,7 +59,8 @@ def test_merge(bench: ModuleType) -> None:
     def report(method: str, k: int, date: str = "d", gpu: str = "one") -> dict[str, Any]:
         cell = {"target": "t", "head": "h", "method": method, "prompts": "p", "k": k, "temperature": 0}
         cell |= {"loops": "included", "context": "all", "kind": "all"}
-        return {"environment": {"date": date, "gpu": gpu}, "concurrency": 8, "failed": {f"{method} {k}": "x"}, "cells": [cell]}
+        environment = {"date": date, "gpu": gpu, "cpu_count": {"d": "16", "later": "32"}[date]}
+        return {"environment": environment, "concurrency": 8, "failed": {f"{method} {k}": "x"}, "cells": [cell]}
 
     whole = bench.merged([report("eagle3", 7), report("peagle", 7), report("eagle3", 3)])
     assert [(c["method"], c["k"]) for c in whole["cells"]] == [("eagle3", 3), ("peagle", 7), ("eagle3", 7)]

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent.parent / "bench" / "serve.py"
 
 def serve(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--target", str(pair.TARGET), "--out", str(out), "--no-baseline", "--k", "3"]
-    command += ["--concurrency", "2", "--prompts-per-cell", "4", "--input-tokens", "24", "--output-tokens", "16"]
+    command += ["--concurrency", "2", "--prompts-per-cell", "4", "--input-tokens", "24", "--output-tokens", "64"]
     return subprocess.run([*command, *more], env=os.environ | ENV, capture_output=True, text=True, timeout=280)
 
 
@@ -29,6 +29,7 @@ def test_client_measures_a_peagle_server(tmp_path: Path) -> None:
     (cell,) = report["cells"]
     assert (cell["method"], cell["k"], cell["concurrency"], cell["client"]["completed"]) == ("peagle", 3, 2, 4)
     assert cell["output_tokens_per_s"] > 0 and cell["acceptance_length"] > 1
+    assert cell["client"]["total_output_tokens"] == 4 * 64 and list(report["heads_sha256"]) == ["peagle head"]
     assert str(tmp_path) not in out.read_text() and not report["failed"]
     assert serve(out, "--peagle", str(pair.HEAD), *small).stdout == "", "a finished cell was measured again"
 
