@@ -93,7 +93,7 @@ def train(work: tuple[str, Path, argparse.Namespace]) -> tuple[str, dict[str, An
 
     torch.set_num_threads(1)
     ar = RECIPES[name].get("method") == "eagle3"
-    own = {"layers": 1, "embedding": "frozen", "depths": 7} if ar else {"mask_token_id": MASK_ID}
+    own = {} if ar else {"mask_token_id": MASK_ID, "layers": 2, "refused_weight": 1.0}  # what a P-EAGLE recipe says otherwise, it names
     settings = Settings(
         target=str(TARGET), corpus=str(corpus), steps=options.steps, tokens_per_step=options.tokens_per_step, max_length=512,
         holdout=40, eval_every=max(1, options.steps // 6), device="cpu", seed=options.seed, **(own | RECIPES[name]),

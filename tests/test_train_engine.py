@@ -36,7 +36,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(corpus: Path, out: Path, method: str, steps: int) -> Trainer:
-    own: dict[str, Any] = {"mask_token_id": 3, "layers": 2} if method == "peagle" else {"embedding": "frozen", "layers": 1}
+    own: dict[str, Any] = {"mask_token_id": 3, "layers": 2} if method == "peagle" else {}
     settings = Settings(
         target=str(TARGET), corpus=str(corpus), method=method, depths=K + 1, steps=steps, tokens_per_step=600,
         max_length=256, lr=3e-3, device="cpu", **own,

@@ -30,6 +30,7 @@ from sgl_peagle.train.corpus import Corpus
 from sgl_peagle.train.holdout import accepted, evaluate, peagle_drafts, walk
 from sgl_peagle.train.loop import LOG, Trainer
 from sgl_peagle.train.rows import Cod
+from sgl_peagle.train.settings import DEFAULTS, METHODS, Settings
 from train_cases import MASK, VOCAB, corpus, documents, load_target, make_head
 from train_cases import place_of, quiet, run, settings_of
 
@@ -236,6 +237,7 @@ def test_refusals(place: Path, tmp_path: Path) -> None:
     refused("beyond|after the final norm", aux_layer_ids=(2, 3, 7))
     refused("one layer", method="eagle3", layers=2)
     refused("must learn", embedding="frozen")
+    refused("an own embedding", method="eagle3", embedding="full")
     refused("refused_weight is 1.5", refused_weight=1.5)
     refused("intermediate_size is 0", intermediate_size=0)
     refused("shares of the rows", cod_ratio=1.5)
@@ -257,6 +259,16 @@ def test_refusals(place: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / checkpoint.FILE).write_bytes(b"no checkpoint")
     with pytest.raises(PEagleError, match="cannot be read"):
         Trainer(settings_of(place), tmp_path / "run", resume=True, echo=quiet)
+
+
+def test_what_is_left_out_is_the_methods() -> None:
+    ours, theirs = (DEFAULTS[method] for method in METHODS)
+    for method, length in (("peagle", {"mask_token_id": MASK}), ("eagle3", {})):
+        made = Settings(target="t", corpus="c", method=method, steps=1, **length)
+        assert {name: getattr(made, name) for name in DEFAULTS[method]} == DEFAULTS[method]
+    text = " ".join(CliRunner().invoke(main, ["train", "run", "--help"]).output.split())
+    for name in ("layers", "depths", "refused_weight"):
+        assert f"[default: {ours[name]:g}; eagle3: {theirs[name]:g}]" in text
 
 
 def test_commands_are_lazy() -> None:

@@ -97,10 +97,10 @@ def place_of(folder: Path) -> Path:
 def settings_of(place: Path, **changes: Any) -> Settings:
     options: dict[str, Any] = dict(
         target=str(place / "target"), corpus=str(place / "corpus"), layers=2, depths=4, mask_token_id=MASK, steps=6,
-        tokens_per_step=80, max_length=64, log_every=2, device="cpu", seed=3,
+        tokens_per_step=80, max_length=64, log_every=2, device="cpu", seed=3, refused_weight=1.0,
     )  # fmt: skip
     if changes.get("method") == "eagle3":
-        options |= {"layers": 1, "mask_token_id": None, "embedding": "frozen"}
+        options |= {"layers": 1, "mask_token_id": None}
     return Settings(**(options | changes))
 
 

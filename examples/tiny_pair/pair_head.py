@@ -42,7 +42,7 @@ def train_head(target: Path, out: Path, sources: Sequence[Windows], steps: int, 
     work = out.with_name(out.name + ".run")
     make_corpus(sources, steps).write(work / "corpus")
     settings = Settings(
-        target=str(target), corpus=str(work / "corpus"), layers=LAYERS, depths=K_TRAIN, embedding="full",
+        target=str(target), corpus=str(work / "corpus"), layers=LAYERS, depths=K_TRAIN, embedding="full", refused_weight=1.0,
         mask_token_id=MASK_ID, lr=learning_rate, embedding_lr=learning_rate, warmup=0.05, epochs=1,
         tokens_per_step=TOKENS_PER_STEP, max_length=LONG_WINDOW + 1, seed=seed, device="cpu",
     )  # fmt: skip

@@ -24,16 +24,17 @@ from sgl_peagle.errors import PEagleError
 from sgl_peagle.train.corpus import Corpus
 from sgl_peagle.train.device import prepare
 from sgl_peagle.train.draft_head import DraftHead, load
+from sgl_peagle.train.rows import Ints
 
 #: Upper ends of the context-length classes, in tokens committed when a round begins.
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
 
 
-def walk(lengths: Mapping[int, int], rows: Sequence[int]) -> list[int]:
+def walk(lengths: "Mapping[int, int] | Ints", rows: Sequence[int]) -> list[int]:
     """The rows that an engine's rounds begin at.
 
     Args:
-        lengths: Row -> L, the number of accepted drafts.
+        lengths: Row -> L, the number of accepted drafts; a mapping or [n] int64.
         rows: The answer's rows without gaps, ascending; the walk begins at the first and ends behind the last.
     """
     visited, at = [], rows[0]
@@ -76,7 +77,7 @@ class Tally:
 
 
 def answers(assistant: Tensor) -> Iterator[tuple[int, int]]:
-    """(first, last) token index of each run of generated tokens."""
+    """(first, last) index of each run of True: of generated tokens, or of supervised rows."""
     flags = [0, *assistant.int().tolist(), 0]
     begin = 0
     for i in range(1, len(flags)):

@@ -65,8 +65,8 @@ def train() -> None:
 @click.option("--reference-weight", is_flag=True, help="Also train the row behind the end of a turn.")
 @click.option("--mask-token-id", type=int, help="Reserved id that never occurs in text (SmolLM2: 16).")
 @click.option("--aux-layer", "aux_layers", type=int, multiple=True, help="Capture point; repeat.  [default: 2, L/2, L-3]")
-@click.option("--embedding", type=click.Choice(["mask_row", "full"]), default="mask_row", show_default=True,
-              help="Train the MASK row alone (compact head), or a copy of the whole embedding.")  # fmt: skip
+@click.option("--embedding", type=click.Choice(["mask_row", "full"]),
+              help="Train the MASK row alone (compact head), or a copy of the whole embedding.  [default: mask_row; eagle3: neither]")  # fmt: skip
 @click.option("--loss", type=click.Choice(["kl", "ce"]), default="kl", show_default=True)
 @click.option("--refused-weight", type=float,
               help="Factor of the rows behind a wrong draft of the head: an engine throws their drafts away.  [default: 0.1; eagle3: 1]")  # fmt: skip
@@ -107,7 +107,7 @@ def train() -> None:
 def run(
     target: str, target_name: Optional[str], corpus: Path, out: Path, resume: bool, method: str, layers: Optional[int],
     intermediate_size: Optional[int], depths: Optional[int], cod_rate: float, cod_floor: float, reference_weight: bool, mask_token_id: Optional[int],
-    aux_layers: tuple[int, ...], embedding: str, loss: str, refused_weight: Optional[float], optimizer: str, matrix_lr: float, lr: float,
+    aux_layers: tuple[int, ...], embedding: Optional[str], loss: str, refused_weight: Optional[float], optimizer: str, matrix_lr: float, lr: float,
     embedding_lr: float, clip: float, weight_decay: float, noise: float, ema: float, minutes: Optional[float], steps: Optional[int],
     epochs: Optional[float], tokens_per_step: int, max_length: int, holdout: int, seed: int, segments: int,
     partition: str, attention: str, chunk: int, compile_loss: bool, device: str, log_every: int, checkpoint_every: int,
@@ -121,14 +121,13 @@ def run(
     from sgl_peagle.train.loop import Trainer
     from sgl_peagle.train.settings import Settings
 
-    ar = method == "eagle3"
     try:
         settings = Settings(
-            target=target, corpus=str(corpus), method=method, layers=(1 if ar else 4) if layers is None else layers,
-            intermediate_size=intermediate_size,
-            depths=(7 if ar else 8) if depths is None else depths, cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
-            embedding="frozen" if ar else embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
-            loss=loss, refused_weight=(1.0 if ar else 0.1) if refused_weight is None else refused_weight, optimizer=optimizer, matrix_lr=matrix_lr, lr=lr, embedding_lr=embedding_lr, clip=clip, weight_decay=weight_decay, noise=noise, ema=ema,
+            target=target, corpus=str(corpus), method=method, layers=layers, intermediate_size=intermediate_size,
+            depths=depths, cod_ratio=cod_rate, cod_floor=cod_floor, strict=not reference_weight,
+            embedding=embedding, mask_token_id=mask_token_id, aux_layer_ids=aux_layers or None,
+            loss=loss, refused_weight=refused_weight, optimizer=optimizer, matrix_lr=matrix_lr, lr=lr, embedding_lr=embedding_lr,
+            clip=clip, weight_decay=weight_decay, noise=noise, ema=ema,
             minutes=minutes, steps=steps, epochs=epochs, tokens_per_step=tokens_per_step, max_length=max_length,
             holdout=holdout, seed=seed, segments=segments, partition=partition, attention=attention, chunk=chunk,
             compile_loss=compile_loss, device=device, log_every=log_every, checkpoint_every=checkpoint_every, eval_every=eval_every, select=select, served=served_k,

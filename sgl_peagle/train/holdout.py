@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgl_peagle.train import acceptance
 from sgl_peagle.train.attention import Planner, to_device
 from sgl_peagle.train.batches import Batch, Document, full_batch
 from sgl_peagle.train.eagle3 import text_tokens, unroll
@@ -72,14 +73,8 @@ def accepted(document: Document, drafts: Ints) -> Ints:
 
 def walk(document: Document, lengths: Ints) -> "list[int]":
     """Tokens gained per round, bonus included, of the rounds an engine would run over the document's answers."""
-    gained, a, n = [], 0, document.n
-    while a < n:
-        if not document.weight[a]:
-            a += 1  # a prompt, or the end of a turn: the next round is at the next answer
-            continue
-        gained.append(int(lengths[a]) + 1)
-        a += gained[-1]
-    return gained
+    answers = acceptance.answers(torch.from_numpy(document.weight))
+    return [int(lengths[a]) + 1 for first, last in answers for a in acceptance.walk(lengths, range(first, last + 1))]
 
 
 def evaluate(

@@ -16,6 +16,12 @@ ATTENTION = ("auto", "flex", "sdpa")
 SELECT = ("last", "best")
 OPTIMIZERS = ("muon", "adamw")
 
+#: A method's recipe, where a run does not say otherwise.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "peagle": {"layers": 4, "depths": 8, "embedding": "mask_row", "refused_weight": 0.1},
+    "eagle3": {"layers": 1, "depths": 7, "embedding": "frozen", "refused_weight": 1.0},
+}
+
 #: Drafts per round that held-out acceptance is quoted at, unless fewer are trained.
 SERVED = 7
 
@@ -25,12 +31,12 @@ FREE_ON_RESUME = ("device", "steps", "epochs", "minutes", "log_every", "checkpoi
 
 @dataclass(frozen=True)
 class Settings:
-    """One run.
+    """One run. What :data:`DEFAULTS` names may be left out (None) and is then the method's.
 
     Attributes:
         target, corpus: Folder or hub id; folder.
         method: ``peagle``, or ``eagle3`` (autoregressive, training-time test).
-        layers: Decoder layers of the head (the command's default is 4).
+        layers: Decoder layers of the head.
         intermediate_size: Width of their MLPs; None: the target's.
         depths: K, drafts learned per round; for eagle3 T, the unrolled steps.
         cod_ratio, cod_floor, strict: See :mod:`sgl_peagle.train.rows`.
@@ -38,7 +44,7 @@ class Settings:
         mask_token_id: Id of the MASK token; None for eagle3.
         aux_layer_ids: Capture points, None for the default.
         loss: ``kl`` or ``ce``.
-        refused_weight: Factor of a row behind a wrong draft; 1: all rows alike (the command's default is 0.1 for peagle). See
+        refused_weight: Factor of a row behind a wrong draft; 1: all rows alike. See
             :class:`~sgl_peagle.train.partition.LossSettings`.
         optimizer: One of :data:`OPTIMIZERS`; see :func:`~sgl_peagle.train.weights.make_optimizer`.
         matrix_lr: Muon's peak learning rate, for the matrices.
@@ -64,17 +70,17 @@ class Settings:
     target: str
     corpus: str
     method: str = "peagle"
-    layers: int = 2
+    layers: Optional[int] = None
     intermediate_size: Optional[int] = None
-    depths: int = 8
+    depths: Optional[int] = None
     cod_ratio: float = 0.7
     cod_floor: float = 0.2
     strict: bool = True
-    embedding: str = "mask_row"
+    embedding: Optional[str] = None
     mask_token_id: Optional[int] = None
     aux_layer_ids: Optional[tuple[int, ...]] = None
     loss: str = "kl"
-    refused_weight: float = 1.0
+    refused_weight: Optional[float] = None
     optimizer: str = "muon"
     matrix_lr: float = 0.02
     lr: float = 2e-3
@@ -105,6 +111,9 @@ class Settings:
     served: Optional[int] = None
 
     def __post_init__(self) -> None:
+        for name, value in DEFAULTS.get(self.method, {}).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for name, known in (
             ("method", METHODS), ("embedding", EMBEDDINGS), ("loss", KINDS), ("attention", ATTENTION),
             ("partition", PARTITIONS), ("select", SELECT), ("optimizer", OPTIMIZERS),
