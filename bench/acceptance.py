@@ -273,7 +273,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Reports of one setting, on one machine and one set of versions, as one, their cells in order of K.
+    """Reports of one setting, on one kind of GPU and one set of versions, as one, their cells in order of K.
 
     Where commit, date or number of cores differ, ``environments`` lists all and each cell has the index of its own.
 
@@ -285,7 +285,7 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first, environments = reports[0], [report["environment"] for report in reports]
     distinct = [e for i, e in enumerate(environments) if e not in environments[:i]]
     if len({json.dumps({k: v for k, v in e.items() if k not in MAY_DIFFER}, sort_keys=True) for e in distinct}) > 1:
-        sys.exit("the files differ in environment: results of different machines or versions stay apart")
+        sys.exit("the files differ in environment: results of different GPUs or versions stay apart")
     if len(distinct) > 1:
         reports = [r | {"cells": [c | {"environment_index": distinct.index(r["environment"])} for c in r["cells"]]} for r in reports]
     hashes = ("heads_sha256", "prompts_sha256")

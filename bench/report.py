@@ -93,23 +93,26 @@ def cell_table(cells: list[Cell]) -> list[str]:
 
 
 def timing_ratios(p: Cell, e: Cell) -> list[float]:
-    """Output tokens per second of one cell over another's, timing by timing; none unless one session timed both several times."""
+    """Output tokens per second of one cell over another's, timing by timing; none unless one run timed both several times."""
     first, second = (cell.get("output_tokens_per_s_all", ()) for cell in (p, e))
-    one_session = p.get("environment_index") == e.get("environment_index")
-    return [a / b for a, b in zip(first, second)] if one_session and len(first) == len(second) > 1 else []
+    one_run = p.get("environment_index") == e.get("environment_index")
+    return [a / b for a, b in zip(first, second)] if one_run and len(first) == len(second) > 1 else []
 
 
 def pooled_table(cells: list[Cell]) -> list[str]:
-    """The ratios of all timings at all concurrencies: at equal K, and with each method at its best K."""
+    """The ratios of all timings at the concurrencies where both methods have some: at equal K, and with each at its best K."""
     ks, concurrencies = (sorted({cell[name] for cell in cells if cell["k"]}) for name in ("k", "concurrency"))
     rows = []
     for k in [*ks, None]:
         pairs = [(find(cells, "peagle", c, k), find(cells, "eagle3", c, k)) for c in concurrencies]
-        ratios = [r for p, e in pairs if p and e for r in timing_ratios(p, e)]
+        timed = [(p, e) for p, e in pairs if p and e and timing_ratios(p, e)]
+        ratios = [r for p, e in timed for r in timing_ratios(p, e)]
         if ratios:
-            rows.append((f"{k or 'each at its best'}", f"**{statistics.geometric_mean(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}",
-                         f"{sum(r > 1 for r in ratios)} of {len(ratios)}"))  # fmt: skip
-    return _table(("K", "P/E, geometric mean of all timings", "range", "above 1"), rows) if rows else []
+            labels = acceptance_label(*(cell for pair in timed for cell in pair))
+            rows.append((f"{k or 'each at its best'}", ", ".join(str(p["concurrency"]) for p, _ in timed),
+                         f"**{statistics.geometric_mean(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}",
+                         f"{sum(r > 1 for r in ratios)} of {len(ratios)}", labels))  # fmt: skip
+    return _table(("K", "c", "P/E, geometric mean", "range", "above 1", "acceptance"), rows) if rows else []
 
 
 def ratio_table(cells: list[Cell]) -> list[str]:
@@ -285,7 +288,7 @@ def document(report: dict[str, Any], plots: Optional[dict[Group, list[str]]] = N
         lines += target_table(targets(cells, engines, syncs))
         lines += ["", "### P-EAGLE against EAGLE-3, each at its best K", "", *ratio_table(cells)]
         if pooled := pooled_table(cells):
-            lines += ["", "### The same, all concurrencies together", "", *pooled]
+            lines += ["", "### Ratios of all timings, at equal K and each at its best", "", *pooled]
         lines += ["", "### All cells", "", "Parts of a round in ms, from a pass of its own.", "", *cell_table(cells)]
         if engines:
             lines += ["", "### Engines", "", *engine_table(engines)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Real acceptance and real speed of two heads on their target: bench/run_real.sh TARGET PROMPTS FOLDER [HEAD_PEAGLE HEAD_EAGLE3]
+# Real acceptance and real speed, in engines and in servers, of two heads on their target: bench/run_real.sh TARGET PROMPTS FOLDER [HEAD_PEAGLE HEAD_EAGLE3]
 # PROMPTS is a folder with human_eval.jsonl and, for acceptance, mt_bench.jsonl, gsm8k_test.jsonl and spec_bench.jsonl.
 # On a CUDA GPU; without one it measures batch 1 on the CPU. Started again, it goes on where it ended.
 set -uo pipefail
@@ -25,6 +25,8 @@ if [ -e /dev/nvidia0 ]; then
   "$python" bench/acceptance.py --target "$target" --peagle "$peagle" --eagle3 "$eagle3" --k 1,3,5,7,10 "${sets[@]}" \
     --long-code 8 --limit 120 --concurrency 128 --engine mem_fraction_static=0.9 --out "$out/acceptance.json" || worst=$?
   sweep --k 7 3 5 1 10 --profile 1 --interleave
+  "$python" bench/serve.py --out "$out/serve.json" --target "$target" --peagle "$peagle" --eagle3 "$eagle3" \
+    --prompts "$prompts/human_eval.jsonl" --k 7 || worst=$?
 else
   sweep --device cpu --k 3 5 7 --concurrency 1 --prompts-per-cell 12 --output-tokens 96 --profile --repeats 1
 fi

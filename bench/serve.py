@@ -111,7 +111,7 @@ def main() -> None:
     add("--k", type=int, nargs="+", default=[7, 3])
     add("--concurrency", type=int, nargs="+", default=[1, 8, 64])
     add("--prompts", type=Path, help="JSONL; without it, random ids")
-    add("--prompts-per-cell", type=int, default=16, help="at least; never fewer than two per concurrent request")
+    add("--prompts-per-cell", type=int, default=16, help="at least; two per concurrent request, as far as --prompts reaches")
     add("--input-tokens", type=int, default=256, help="of random ids")
     add("--output-tokens", type=int, default=256)
     add("--server-arg", action="append", default=[], metavar="ARG", help="one more argument of the server (repeatable)")
@@ -134,7 +134,7 @@ def main() -> None:
     name = options.target_name or options.target.name
     setups = [] if options.no_baseline else [Setup("none", None, 0)]
     setups += [Setup(method, head, k) for k in options.k for method, head in heads]
-    asked = {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens,
+    asked = {"input_tokens": None if options.prompts else options.input_tokens, "output_tokens": options.output_tokens,
              "prompts": options.prompts.stem if options.prompts else "random ids"}  # fmt: skip
 
     def key(cell: dict[str, Any]) -> tuple[Any, ...]:
