@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Real acceptance and real speed, in engines and in servers, of two heads on their target: bench/run_real.sh TARGET PROMPTS FOLDER [HEAD_PEAGLE HEAD_EAGLE3]
+# Real acceptance and real speed of two heads on their target, in engines and in servers:
+# bench/run_real.sh TARGET PROMPTS FOLDER [HEAD_PEAGLE HEAD_EAGLE3]
 # PROMPTS is a folder with human_eval.jsonl and, for acceptance, mt_bench.jsonl, gsm8k_test.jsonl and spec_bench.jsonl.
 # On a CUDA GPU; without one it measures batch 1 on the CPU. Started again, it goes on where it ended.
 set -uo pipefail
