@@ -105,13 +105,13 @@ def pooled_table(cells: list[Cell]) -> list[str]:
     rows = []
     for k in [*ks, None]:
         pairs = [(find(cells, "peagle", c, k), find(cells, "eagle3", c, k)) for c in concurrencies]
-        timed = [(p, e) for p, e in pairs if p and e and timing_ratios(p, e)]
-        ratios = [r for p, e in timed for r in timing_ratios(p, e)]
-        if ratios:
-            labels = acceptance_label(*(cell for pair in timed for cell in pair))
-            rows.append((f"{k or 'each at its best'}", ", ".join(str(p["concurrency"]) for p, _ in timed),
-                         f"**{statistics.geometric_mean(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}",
-                         f"{sum(r > 1 for r in ratios)} of {len(ratios)}", labels))  # fmt: skip
+        timed = [(p, e, ratios) for p, e in pairs if p and e and (ratios := timing_ratios(p, e))]
+        if timed:
+            every = [r for *_, ratios in timed for r in ratios]
+            rows.append((f"{k or 'each at its best'}", ", ".join(str(p["concurrency"]) for p, *_ in timed),
+                         f"**{statistics.geometric_mean(every):.2f}**", f"{min(every):.2f} to {max(every):.2f}",
+                         f"{sum(r > 1 for r in every)} of {len(every)}",
+                         acceptance_label(*(cell for p, e, _ in timed for cell in (p, e)))))  # fmt: skip
     return _table(("K", "c", "P/E, geometric mean", "range", "above 1", "acceptance"), rows) if rows else []
 
 

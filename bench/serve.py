@@ -96,8 +96,10 @@ def measure(url: str, concurrency: int, options: argparse.Namespace, folder: Pat
         raise ClientFailed(f"the client ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     result = json.loads(out.read_text().splitlines()[-1])
     lists = [name for name, value in result.items() if isinstance(value, (list, dict))]
-    kept = {name: value for name, value in result.items() if name not in lists and str(folder) not in str(value)}
-    return kept | {name: str(value) for name, value in kept.items() if value == float("inf")}  # a rate without limit is no JSON
+    return {
+        name: str(value) if value == float("inf") else value  # a rate without limit is no JSON
+        for name, value in result.items() if name not in lists and str(folder) not in str(value)
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -123,14 +125,16 @@ def main() -> None:
     try:
         options.texts = [prompt.turns[0] for prompt in read_prompts(options.prompts)] if options.prompts else []
         heads = [(method, head) for method, head in (("peagle", options.peagle), ("eagle3", options.eagle3)) if head]
-        hashes = {"heads_sha256": head_hashes((method, head) for method, head in heads if head.is_dir())}
-        report: dict[str, Any] = {"environment": environment(), "client": "sglang.benchmark.serving", "failed": {}, "cells": []}
+        hashes = head_hashes((method, head) for method, head in heads if head.is_dir())
+        report: dict[str, Any] = {
+            "environment": environment(), "client": "sglang.benchmark.serving", "heads_sha256": {}, "failed": {}, "cells": []
+        }  # fmt: skip
         if options.out.exists():
             report = json.loads(options.out.read_text())
-            refuse_other_settings(options.out, report, hashes)
+            refuse_other_settings(options.out, report, {"heads_sha256": hashes})
     except PEagleError as error:
         sys.exit(str(error))
-    report |= {"heads_sha256": report.get("heads_sha256", {}) | hashes["heads_sha256"]}
+    report["heads_sha256"] |= hashes
     name = options.target_name or options.target.name
     setups = [] if options.no_baseline else [Setup("none", None, 0)]
     setups += [Setup(method, head, k) for k in options.k for method, head in heads]
